@@ -1,0 +1,1 @@
+"""Training of small models and drafters. The runtime never imports this folder."""
