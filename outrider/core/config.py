@@ -1,0 +1,101 @@
+"""Frozen settings and their checks. An unknown key is an error that names the nearest one."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from outrider.core.errors import OutriderError
+from outrider.core.types import SamplingParams
+
+RULES = ("exact", "coupled")
+
+
+def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
+    """The error for an unknown name."""
+    names = sorted(known)
+    close = difflib.get_close_matches(key, names, 1, cutoff=0.4)
+    remedy = f"'{close[0]}'" if close else f"one of {', '.join(names)}"
+    return OutriderError(f"unknown {kind} '{key}'", "", remedy)
+
+
+def _must(ok: bool, what: str, remedy: str) -> None:
+    if not ok:
+        raise OutriderError(what, "", remedy)
+
+
+def _number(settings: SamplingParams, name: str) -> None:
+    value = getattr(settings, name)
+    kind = next(f.type for f in fields(settings) if f.name == name)
+    whole = kind in (int, "int", int | None)
+    good = isinstance(value, int) if whole else isinstance(value, (int, float))
+    _must(good and not isinstance(value, bool) and value == value, f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
+
+
+def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParams:
+    """The settings, or an OutriderError that names the one that cannot be."""
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "max_tokens"):
+        _number(s, name)
+    _must(s.temperature >= 0, f"temperature={s.temperature} is negative", "0 for greedy text, 0.7 to 1 for varied text")
+    _must(s.top_k >= 0, f"top_k={s.top_k} is negative", "0 for all tokens")
+    _must(0 < s.top_p <= 1, f"top_p={s.top_p} is outside (0, 1]", "1 for all tokens")
+    _must(0 <= s.min_p <= 1, f"min_p={s.min_p} is outside [0, 1]", "0 for all tokens")
+    _must(s.repetition_penalty > 0, f"repetition_penalty={s.repetition_penalty} is not positive", "1 for none")
+    _must(s.max_tokens >= 1, f"max_tokens={s.max_tokens} asks for no text", "1 or more")
+    _must(0 <= s.min_tokens <= s.max_tokens, f"min_tokens={s.min_tokens} is outside 0..max_tokens={s.max_tokens}", "a smaller min_tokens")
+    _must(s.logprobs is None or 0 <= s.logprobs <= 100, f"logprobs={s.logprobs} is outside 0..100", "0 for the emitted token alone")
+    _must(all(s.stop), "an empty stop string would end every text at once", "leaving it out")
+    if s.rule is not None and s.rule not in RULES:
+        raise nearest(s.rule, RULES, "rule")
+    for token in (*(t for t, _ in s.logit_bias), *s.stop_token_ids):
+        _must(token >= 0 and (vocab is None or token < vocab), f"token id {token} is outside the vocabulary of {vocab}", "ids from the target's tokenizer")
+    return s
+
+
+def sampling(given: SamplingParams | None, vocab: int, **knobs: Any) -> SamplingParams:
+    """Settings from an object, from keywords, or the object with keywords laid over it."""
+    known = [f.name for f in fields(SamplingParams)]
+    for key in knobs:
+        if key not in known:
+            raise nearest(key, known)
+    for key in ("stop", "stop_token_ids"):
+        if isinstance(knobs.get(key), (str, int)):
+            knobs[key] = (knobs[key],)
+        elif key in knobs:
+            knobs[key] = tuple(knobs[key] or ())
+    if isinstance(knobs.get("logit_bias"), dict):
+        knobs["logit_bias"] = tuple((int(t), float(v)) for t, v in knobs["logit_bias"].items())
+    base = {} if given is None else {n: getattr(given, n) for n in known}
+    return check_sampling(SamplingParams(**{**base, **knobs}), vocab)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """What `outrider.load` takes beyond models and drafters. `drafted` shapes: depth and width of every drafter."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    rule: str | None = None
+    depth: int = 4
+    width: int = 1
+    budget: int = 0
+    rows: int = 4
+    context: int | None = None
+    chunk: int = 512
+
+
+def load_settings(**given: Any) -> LoadSettings:
+    """Checked LoadSettings; an unknown key names the nearest."""
+    known = [f.name for f in fields(LoadSettings)]
+    for key in given:
+        if key not in known:
+            raise nearest(key, known)
+    s = LoadSettings(**given)
+    _must(s.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype={s.dtype!r} is not known", "auto, float32, bfloat16 or float16")
+    for name, low in (("depth", 0), ("width", 1), ("budget", 0), ("rows", 1), ("chunk", 1)):
+        value = getattr(s, name)
+        _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
+    _must(s.context is None or (isinstance(s.context, int) and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")
+    if s.rule is not None and s.rule not in RULES:
+        raise nearest(s.rule, RULES, "rule")
+    return s

@@ -1,0 +1,88 @@
+"""Addressed randomness: a number is looked up by its address, never drawn from a stream.
+
+Two verbs: `flip` (accept?) and `draw` (which token?). An address is (seed, time, purpose, index). Under `exact`, time
+is the row's step counter, so that every step is fresh; under `coupled`, a token's noise hangs on its position in the
+text alone, and drafter and target share it. Any object with the two verbs will do: tests pass an enumerator.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.core.types import Ints
+
+DRAFT, ACCEPT, BONUS, POSITION = 1, 2, 3, 4  # purposes
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
+    return x ^ (x >> np.uint64(31))
+
+
+def address(*words: Ints) -> NDArray[np.uint64]:
+    """Hash integer words, each [n], to uint64 [n]. Order matters."""
+    with np.errstate(over="ignore"):
+        out = np.zeros(np.shape(words[0]), np.uint64)
+        for word in words:
+            out = _mix((out + np.uint64(_GOLDEN)) ^ _mix(np.asarray(word).astype(np.uint64) + np.uint64(_GOLDEN)))
+        return out
+
+
+def uniform(key: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """[n] addresses to [n] numbers in [0, 1), 53 bits."""
+    return (key >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << (64 - by)) - 1)  # int64 shifts keep the sign: mask it away
+
+
+def gumbel(key: NDArray[np.uint64], vocab: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise [n, vocab]: entry v is a function of (key, v) alone, on every device."""
+    ids = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
+    x = torch.from_numpy(key.view(np.int64)).to(device)[:, None] + ids * _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_M1)
+    x = (x ^ _shift(x, 27)) * _signed(_M2)
+    u = (_shift(x ^ _shift(x, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(u)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RowNoise:
+    """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows]."""
+
+    seed: Ints
+    step: Ints
+    length: Ints
+
+    def flip(self, p: Tensor, row: Ints, index: Ints) -> Tensor:
+        """True with probability p. p [n], row [n], index [n] (a node's number within its row) -> bool [n]."""
+        u = uniform(address(self.seed[row], self.step[row], np.full_like(row, ACCEPT), index))
+        return torch.from_numpy(u).to(p.device) < p
+
+    def draw(self, p: Tensor, row: Ints, purpose: int, index: Ints) -> Tensor:
+        """A token from each row of p [n, V] (need not be normalised) -> int64 [n]."""
+        u = uniform(address(self.seed[row], self.step[row], np.full_like(row, purpose), index))
+        total = p.double().cumsum(-1)
+        at = torch.from_numpy(u).to(p.device)[:, None] * total[:, -1:]
+        found = torch.searchsorted(total, at, right=True)[:, 0]
+        last = p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.int8).argmax(-1)  # rounding must not pass the support
+        return torch.minimum(found, last)
+
+    def race(self, logp: Tensor, row: Ints, depth: Ints) -> Tensor:
+        """logp [n, V] plus the Gumbel noise of the position `depth` tokens after the committed text: its argmax is a
+        sample, and the same noise serves drafter and target (2408.07978)."""
+        key = address(self.seed[row], self.length[row] + depth, np.full_like(row, POSITION))
+        return logp + gumbel(key, logp.shape[-1], logp.device, logp.dtype)

@@ -1,0 +1,140 @@
+"""From logits to the distribution a token is drawn from, at any place of the forest, and the one argmax rule.
+
+`warp` treats a draft node exactly as plain decoding would treat the same text: penalties see the node's ancestors,
+min_tokens sees its depth. Drafters warp their own logits with the same settings, so q is what was sampled from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core import tree
+from outrider.core.errors import OutriderError
+from outrider.core.types import Draft, Ints, SamplingParams, Sequence
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """[n, V] -> [n]: the largest in (at least) float32, ties to the lowest id. NaN is an error, never a token."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    best = x.argmax(-1)  # documented: the first of equal maxima
+    if bool(x.gather(-1, best[:, None]).isnan().any()):
+        raise OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
+    return best
+
+
+def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
+    """Log-softmax of raw logits [V] for the emitted token and the `count` most likely ones."""
+    logp = torch.log_softmax(logits.float(), -1)
+    best = logp.topk(count).indices.tolist() if count else []
+    return {t: float(logp[t]) for t in dict.fromkeys([token, *best])}
+
+
+def needs_history(s: SamplingParams) -> bool:
+    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The sampling settings of a batch, as vectors over rows, and the sequences whose history they look at."""
+
+    seqs: list[Sequence]
+    params: list[SamplingParams]
+    greedy: np.ndarray
+    coupled: np.ndarray
+
+    @classmethod
+    def of(cls, seqs: list[Sequence]) -> "Settings":
+        params = [s.request.sampling for s in seqs]
+        greedy = np.array([p.temperature == 0 for p in params], bool)
+        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool))
+
+    @property
+    def all_greedy(self) -> bool:
+        return bool(self.greedy.all())
+
+    def column(self, name: str, rows: Ints, like: Tensor) -> Tensor:
+        """One setting for each of `rows`, as a column [n, 1]."""
+        values = [getattr(self.params[r], name) for r in rows.tolist()]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+    def any(self, name: str, default: float) -> bool:
+        return any(getattr(p, name) != default for p in self.params)
+
+
+def process(logits: Tensor, places: Ints, draft: Draft, settings: Settings) -> Tensor:
+    """Bias, penalties and min_tokens. logits [places, V] -> the same, float32 or wider."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    rows = tree.row_of(places, draft)
+    if any(p.logit_bias for p in settings.params):
+        x = x + _bias(x, rows, settings)
+    if any(needs_history(p) for p in settings.params):
+        x = _penalise(x, places, rows, draft, settings)
+    if any(p.min_tokens for p in settings.params):
+        x = _hold_ends(x, places, rows, draft, settings)
+    return x
+
+
+def _bias(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
+    bias = torch.zeros_like(x)
+    for i, row in enumerate(rows.tolist()):
+        for token, value in settings.params[row].logit_bias:
+            bias[i, token] += value
+    return bias
+
+
+def _penalise(x: Tensor, places: Ints, rows: Ints, draft: Draft, settings: Settings) -> Tensor:
+    vocab = x.shape[-1]
+    seen, written = np.zeros((2, len(places), vocab), np.float64)
+    for i, (place, row) in enumerate(zip(places.tolist(), rows.tolist(), strict=True)):
+        seq, path = settings.seqs[row], draft.token[tree.ancestors(draft, place)]
+        if needs_history(settings.params[row]):
+            written[i] = np.bincount(np.array([*seq.generated, *path], np.int64), minlength=vocab)[:vocab]
+            seen[i] = written[i] + np.bincount(np.array(seq.request.prompt, np.int64), minlength=vocab)[:vocab]
+    count, there = torch.from_numpy(written).to(x), torch.from_numpy(seen > 0).to(x.device)
+    strength = settings.column("repetition_penalty", rows, x)
+    x = torch.where(there, torch.where(x > 0, x / strength, x * strength), x)
+    x = x - settings.column("presence_penalty", rows, x) * (count > 0)
+    return x - settings.column("frequency_penalty", rows, x) * count
+
+
+def _hold_ends(x: Tensor, places: Ints, rows: Ints, draft: Draft, settings: Settings) -> Tensor:
+    x, depth = x.clone(), tree.depth_of(places, draft)
+    for i, row in enumerate(rows.tolist()):
+        seq = settings.seqs[row]
+        ends = [t for t in seq.request.ends if t < x.shape[-1]]
+        if ends and seq.produced + depth[i] < settings.params[row].min_tokens:
+            x[i, ends] = -torch.inf
+    return x
+
+
+def _truncate(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p of what is left."""
+    if settings.any("top_k", 0) or settings.any("top_p", 1.0):
+        values, order = x.sort(-1, descending=True, stable=True)
+        k = settings.column("top_k", rows, x)
+        rank = torch.arange(x.shape[-1], device=x.device)
+        values = values.masked_fill((rank >= k) & (k > 0), -torch.inf)
+        p = values.softmax(-1)
+        values = values.masked_fill(p.cumsum(-1) - p >= settings.column("top_p", rows, x), -torch.inf)
+        x = torch.empty_like(x).scatter_(-1, order, values)
+    if settings.any("min_p", 0.0):
+        p = x.softmax(-1)
+        x = x.masked_fill(p < settings.column("min_p", rows, x) * p.amax(-1, keepdim=True), -torch.inf)
+    return x
+
+
+def warp(logits: Tensor, places: Ints, draft: Draft, settings: Settings) -> Tensor:
+    """Log-probabilities [places, V] of the next token at each place. Greedy rows get the one-hot limit."""
+    x = process(logits, places, draft, settings)
+    rows = tree.row_of(places, draft)
+    greedy = torch.from_numpy(settings.greedy[rows]).to(x.device)
+    warm = torch.where(greedy[:, None], 1.0, settings.column("temperature", rows, x))
+    out = torch.log_softmax(_truncate(x / warm, rows, settings), -1)
+    if settings.greedy.any():
+        hot = torch.full_like(out, -torch.inf).scatter_(-1, argmax(x)[:, None], 0.0)
+        out = torch.where(greedy[:, None], hot, out)
+    elif bool(out.isnan().any()):
+        raise OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
+    return out

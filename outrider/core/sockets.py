@@ -1,0 +1,77 @@
+"""The five sockets: what a part must offer to be plugged in. Each has a contract suite in tests/contracts.py."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.core.noise import RowNoise
+from outrider.core.sampling import Settings
+from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Reading, Scores, Sequence, StepRecord
+
+
+class Model(Protocol):
+    """Scores places of a forest. All it writes before `commit` is scratch beyond the committed length."""
+
+    spec: ModelSpec
+
+    def open(self, seq: Sequence) -> None:
+        """Find room; reuse cached state of a shared prefix. Raises OutriderError when all rows are taken."""
+
+    def prefill(self, seqs: list[Sequence]) -> None:
+        """Cache all but the last token of every sequence, in chunks."""
+
+    def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
+        """Logits at the places, in their order. A root scores what the row committed since this model last looked.
+        Nodes need their ancestors scored, now or earlier in the same step; nothing is scored twice."""
+
+    def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        """Keep the cache of accepted nodes that were scored, forget the rest."""
+
+    def close(self, seq: Sequence) -> None:
+        """Give the room back; what is cached may serve a later prefix."""
+
+    def view(self, layers: tuple[int, ...]) -> "Model":
+        """This model made of some of its layers, on the same cache; its own writes are scratch."""
+
+
+class Drafter(Protocol):
+    """Guesses next tokens. It never decides its own depth."""
+
+    name: str
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Ints, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+        """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that
+        it has no guess for gets none. Places of the same step come in growing depth."""
+
+    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        """Called after every commit, also when others drafted or nobody did. Records, computes nothing."""
+
+    def end(self, seq: Sequence) -> None: ...
+
+
+class Rule(Protocol):
+    """Decides what is kept. `lossless`: the text keeps the target's distribution."""
+
+    name: str
+    lossless: bool
+
+    def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
+        """logp [rows + nodes, V] in the order of tree.all_places."""
+
+
+class Predictor(Protocol):
+    """Guesses which nodes will be accepted."""
+
+    def predict(self, draft: Draft) -> Tensor: ...
+
+    def update(self, record: StepRecord) -> None: ...
+
+
+class Meter(Protocol):
+    """Measures seconds and, where a counter exists, joules."""
+
+    def window(self) -> AbstractContextManager[list[Reading]]:
+        """The list holds one Reading when the window has closed."""

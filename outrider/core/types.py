@@ -1,0 +1,201 @@
+"""The nouns of the house: what flows from a request to a record.
+
+Places. A *place* is somewhere in the forest where a next token is wanted: place `i >= 0` is draft node i, place
+`~r` (that is -r-1) is the root of row r, the end of its committed text. A node's parent is a place, and models score
+places. Knows nothing of text, models or devices beyond torch tensors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i.d. from q; drawn without replacement
+TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Defaults are greedy. Checked by `core.config.check_sampling`.
+
+    Order of work on the logits: bias, repetition penalty (prompt and output), presence and frequency penalty (output
+    only), min_tokens, then temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int | None = None
+    rule: str | None = None
+
+
+Cut = Callable[[list[int], list[int]], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asked. `ends`: token ids that finish it. `cut(generated, new)`: how many of the new tokens stay if
+    a stop string ends inside them, else None. `drafters`: names allowed, None for all."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    rule: str
+    ends: frozenset[int] = frozenset()
+    cut: Cut | None = None
+    drafters: frozenset[str] | None = None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A running request. Every part keeps its own state in `slots` under its own name."""
+
+    request: Request
+    tokens: list[int]
+    slots: dict[str, Any] = field(default_factory=dict)
+    origins: list[str] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    records: list["StepRecord"] = field(default_factory=list)
+    steps: int = 0
+    finish_reason: str | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+def _ids() -> Ints:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A ragged forest for a batch of `rows` rows; no nodes is legal and common.
+
+    Arrays over nodes, parents before children, siblings in the order they are to be tried:
+    token; parent (a place); row; depth (1 = follows the committed text); source (bit mask of drafters); kind (POINT,
+    SAMPLED, DISTINCT); q_row (row of `q` it was drawn from, -1 for POINT); score (the drafter's estimate that the node
+    is accepted given its parent).
+    """
+
+    rows: int
+    token: Ints = field(default_factory=_ids)
+    parent: Ints = field(default_factory=_ids)
+    row: Ints = field(default_factory=_ids)
+    depth: Ints = field(default_factory=_ids)
+    source: Ints = field(default_factory=_ids)
+    kind: Ints = field(default_factory=_ids)
+    q_row: Ints = field(default_factory=_ids)
+    score: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    q: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """logits [places, V], in the order of the places asked for; hidden [places, d] or None."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step decided. paths[r]: accepted nodes of row r, root to leaf; bonus[r]: the token after them, None when
+    an end token or a limit cut the row; discarded[r]: tokens that were decided and then cut."""
+
+    paths: list[list[int]]
+    bonus: list[int | None]
+    discarded: list[int]
+
+    def renamed(self, names: Ints) -> "Outcome":
+        """The same outcome with node i called names[i]."""
+        return replace(self, paths=[[int(names[n]) for n in path] for path in self.paths])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How fast, never what: ((drafter, depth, width), ...) and a node budget per row (0 for none). () is plain decoding."""
+
+    drafters: tuple[tuple[str, int, int], ...] = ()
+    budget: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Can:
+    """What a model declares it can do."""
+
+    tree: bool = True
+    rollback: bool = True
+    hidden: bool = False
+    view: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Declared, never guessed. `vocab`: a fingerprint of the tokenizer, or a name. Sizes in bytes."""
+
+    name: str
+    vocab: str
+    vocab_size: int
+    context: int
+    layers: int
+    weight_bytes: int
+    cache_bytes: int
+    device: str
+    dtype: str
+    can: Can = Can()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A measurement that says what it covers. An unknown joule is None."""
+
+    seconds: float
+    joules: float | None = None
+    source: str = "none"
+    covers: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Written once per step; everything that learns or reports reads this.
+
+    Per row: request id, committed length before the step, nodes sent to verification, accepted nodes, emitted tokens,
+    discarded tokens. `seconds`: per stage. `reason`: a code for why the plan was what it was.
+    """
+
+    plan: Plan
+    requests: tuple[str, ...]
+    context: tuple[int, ...]
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+    discarded: tuple[int, ...]
+    accepted_by: dict[tuple[str, int], int]
+    seconds: dict[str, float]
+    reading: Reading
+    reason: str

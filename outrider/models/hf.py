@@ -1,0 +1,154 @@
+"""Any transformers causal LM, its modelling code unmodified, on our slot cache.
+
+Knows nothing of drafting or acceptance. What varies between architectures is asked of the config (windows) or of the
+signature (logits_to_keep), and `models.load.self_check` refuses a class for which the answer was wrong.
+"""
+
+import copy
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from outrider.core.errors import OutriderError
+from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Scores, Sequence
+from outrider.models.kv import Layout, Rows, SlotCache
+
+LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on asked places only
+
+
+class HFModel:
+    """A Model over a loaded transformers module. rows x capacity slots are kept per layer."""
+
+    def __init__(self, module: Any, spec: ModelSpec, rows: int, capacity: int, chunk: int = 512, cached_layers: int | None = None) -> None:
+        self.module, self.spec, self.chunk = module.eval(), spec, chunk
+        self.store = SlotCache(cached_layers or spec.layers, rows, capacity)
+        self.rows = Rows(spec.name, rows, capacity, self.store)
+        self.device, self.dtype = module.device, module.dtype
+        self.windows = windows(module.config)
+        self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
+        self.forwards, self.computed = 0, 0
+
+    def open(self, seq: Sequence) -> None:
+        self.rows.open(seq)
+
+    def close(self, seq: Sequence) -> None:
+        self.rows.close(seq)
+
+    def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        self.rows.commit(seqs, draft, outcome)
+
+    def prefill(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            tail = self.rows.tail(seq)[:-1]
+            for start in range(0, len(tail), self.chunk):
+                _, layout = self.rows.append(seq, tail[start : start + self.chunk])
+                self._forward(layout, **self.one_logit)
+
+    def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
+        fresh = [seqs[~p] for p in places.tolist() if p < 0]
+        self.prefill([s for s in fresh if len(self.rows.tail(s)) > LONG_TAIL])
+        layout = self.rows.layout(seqs, draft, places)
+        logits = self._forward(layout)
+        if len(places) == layout.tokens.size:  # nothing but asked places: no gather unless they are out of order
+            flat = layout.out_row * layout.tokens.shape[1] + layout.out_col
+            if (flat == np.arange(len(places))).all():
+                return Scores(logits.flatten(0, 1))
+        return Scores(logits[torch.from_numpy(layout.out_row), torch.from_numpy(layout.out_col)])
+
+    @torch.inference_mode()
+    def _forward(self, layout: Layout, **options: Any) -> Tensor:
+        self.store.aim.at(layout, self.device)
+        self.forwards += 1
+        self.computed += layout.tokens.size
+        out = self.module(
+            input_ids=torch.from_numpy(layout.tokens).to(self.device),
+            position_ids=torch.from_numpy(layout.positions).to(self.device),
+            attention_mask=self._mask(layout),
+            past_key_values=self.store.cache,
+            use_cache=True,
+            **options,
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def _mask(self, layout: Layout) -> Tensor | dict[str, Tensor]:
+        """Additive 4-D masks [b, 1, w, c]; a dict by layer type where a model mixes them."""
+        masks = {kind: self._additive(layout.windowed(w) if w else layout.visible) for kind, w in self.windows.items()}
+        return next(iter(masks.values())) if len(masks) == 1 else masks
+
+    def _additive(self, visible: NDArray[np.bool_]) -> Tensor:
+        low = torch.finfo(self.dtype).min
+        seen = torch.from_numpy(visible)[:, None].to(self.device)
+        return torch.where(seen, 0.0, low).to(self.dtype)
+
+    def view(self, layers: tuple[int, ...]) -> "HFView":
+        """This model made of `layers` (ascending), final norm and head included, on the same cache."""
+        return HFView(self, layers)
+
+
+class HFView(HFModel):
+    """Some layers of a model, as a drafter's model: reads the owner's cache, writes scratch that the owner overwrites."""
+
+    def __init__(self, owner: HFModel, layers: tuple[int, ...]) -> None:
+        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= owner.spec.layers:
+            raise OutriderError(f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers")
+        self.__dict__.update(owner.__dict__)
+        self.module = _with_layers(owner.module, layers)
+        self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
+        self.forwards, self.computed = 0, 0
+
+    def open(self, seq: Sequence) -> None:
+        """The owner's row serves."""
+
+    def close(self, seq: Sequence) -> None: ...
+
+    def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+
+def windows(config: Any) -> dict[str, int | None]:
+    """Layer type -> how many positions it sees (None: all). One entry for a model of one kind of layer."""
+    config = config.get_text_config()
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is None:
+        return {"sliding_attention": window} if window else {"full_attention": None}
+    return {t: window if t == "sliding_attention" else None for t in dict.fromkeys(types)}
+
+
+def decoder_layers(module: nn.Module) -> tuple[nn.Module, str]:
+    """The submodule that owns the stack of layers, and the attribute it is in."""
+    for owner in module.modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks"):
+                return owner, name
+    raise OutriderError(f"{type(module).__name__} has no stack of layers that a view could shorten", "", "a draft model instead")
+
+
+def _with_layers(module: nn.Module, layers: tuple[int, ...]) -> nn.Module:
+    """A copy that shares all parameters and runs only `layers`."""
+    owner, name = decoder_layers(module)
+
+    def rebuild(old: nn.Module) -> nn.Module:
+        new = copy.copy(old)
+        new._modules = dict(old._modules)
+        if old is owner:
+            stack = old._modules[name]
+            assert isinstance(stack, nn.ModuleList)
+            new._modules[name] = nn.ModuleList([stack[i] for i in layers])
+            config = copy.copy(old.config)
+            if getattr(config, "layer_types", None):
+                config.layer_types = [config.layer_types[i] for i in layers]
+            config.num_hidden_layers = len(layers)
+            new.config = config
+            return new
+        for key, child in old._modules.items():
+            if child is not None and any(m is owner for m in child.modules()):
+                new._modules[key] = rebuild(child)
+        return new
+
+    return rebuild(module)

@@ -1,0 +1,307 @@
+"""Slots: who holds which row of a KV cache, where each token's keys lie, and what may look at what.
+
+A cache is a block of `rows` x `capacity` slots per layer. A row's committed tokens lie at slot == position; a step's
+draft nodes lie behind them as scratch, in the order they were scored. Commit moves the accepted ones to their
+positions (a chain is already there) and forgets the rest by lowering the length. Rows in use are rows 0..n-1, so a
+step of the whole batch reads the cache without a gather; rows given back keep their text for reuse by later prompts.
+Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from outrider.core import tree
+from outrider.core.errors import OutriderError
+from outrider.core.types import Draft, Ints, Outcome, Sequence
+
+BUCKET = 64  # slots read are rounded up to this, so that shapes recur
+
+
+@dataclass(slots=True)
+class Row:
+    """One row. `text`: the tokens whose keys are in slots [0, cached); `base`: where scratch begins in this step, or
+    -1 when the step has not touched the row; `scratch`: the nodes there, in order."""
+
+    index: int
+    text: list[int] = field(default_factory=list)
+    owner: Sequence | None = None
+    base: int = -1
+    scratch: list[int] = field(default_factory=list)
+    used: int = 0
+
+    @property
+    def cached(self) -> int:
+        return len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One forward: which rows, and per row and column the token, its position, its slot; what each may see.
+
+    tokens, positions, slots [b, w]; slot_positions [b, c]; visible [b, w, c]; out_row, out_col: where the asked places
+    are. Padding columns write to the last slot, which nothing reads.
+    """
+
+    rows: Ints
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    slot_positions: Ints
+    visible: NDArray[np.bool_]
+    out_row: Ints
+    out_col: Ints
+
+    def windowed(self, window: int) -> NDArray[np.bool_]:
+        """`visible` for a layer that sees the last `window` positions, its own included."""
+        return self.visible & (self.positions[:, :, None] - self.slot_positions[:, None, :] < window)
+
+
+class Store:
+    """What Rows asks of the memory behind it: one verb to move slots. Subclasses hold the memory."""
+
+    def copy(self, source: int, goal: int, start: int, stop: int) -> None:
+        """Copy slots [start, stop) of row `source` to the same slots of row `goal`."""
+        raise NotImplementedError
+
+    def move(self, row: int, sources: Ints, start: int) -> None:
+        """Move the slots `sources` of a row to start, start + 1, ... (gather first, then write)."""
+        raise NotImplementedError
+
+    def swap(self, a: int, b: int, stop: int) -> None:
+        """Exchange slots [0, stop) of two rows."""
+        raise NotImplementedError
+
+
+class Rows:
+    """The bookkeeping of one model's cache."""
+
+    def __init__(self, name: str, count: int, capacity: int, store: Store) -> None:
+        self.name, self.capacity, self.store = name, capacity, store
+        self.all = [Row(i) for i in range(count)]
+        self.active, self.clock, self.reused = 0, 0, 0
+
+    def of(self, seq: Sequence) -> Row:
+        row: Row = seq.slots[self.name]
+        return row
+
+    def open(self, seq: Sequence) -> Row:
+        """Give `seq` a row, with as much of its prompt already cached as any row holds."""
+        if self.active == len(self.all):
+            raise OutriderError(f"all {self.active} rows of {self.name} are taken", "", "fewer requests at a time, or load with more rows")
+        prompt = seq.request.prompt
+        shared = [min(_common(row.text, prompt), len(prompt) - 1) for row in self.all]
+        best = int(np.argmax(shared))
+        free = self.all[self.active :]
+        own = best >= self.active and 2 * shared[best] >= self.all[best].cached
+        row = self.all[best] if own else min(free, key=lambda r: (r.cached > 0, r.used))
+        if not own and shared[best]:
+            self.store.copy(best, row.index, 0, shared[best])
+        row.text = list(prompt[: shared[best]])
+        self.reused += shared[best]
+        self._exchange(row, self.all[self.active])
+        self.active += 1
+        row.owner, row.base, row.scratch = seq, -1, []
+        seq.slots[self.name] = row
+        return row
+
+    def close(self, seq: Sequence) -> None:
+        """Free the row of `seq`; its text stays for reuse. The last row in use takes its index."""
+        row: Row = seq.slots.pop(self.name)
+        self.clock += 1
+        row.owner, row.base, row.scratch, row.used = None, -1, [], self.clock
+        self.active -= 1
+        self._exchange(row, self.all[self.active])
+
+    def _exchange(self, a: Row, b: Row) -> None:
+        if a is not b:
+            self.store.swap(a.index, b.index, max(a.cached, b.cached))
+            self.all[a.index], self.all[b.index] = b, a
+            a.index, b.index = b.index, a.index
+
+    def tail(self, seq: Sequence) -> list[int]:
+        """Tokens that are committed but not cached."""
+        return seq.tokens[self.of(seq).cached :]
+
+    def room(self, seq: Sequence) -> int:
+        """How many draft nodes still fit behind the tail."""
+        return self.capacity - 1 - len(seq.tokens)
+
+    def append(self, seq: Sequence, tokens: list[int]) -> tuple[Row, Layout]:
+        """The layout of a prefill chunk; the tokens count as cached at once."""
+        row = self.of(seq)
+        start, width = row.cached, len(tokens)
+        position = np.arange(start, start + width)[None]
+        slots = np.arange(_bucket(start + width, self.capacity))[None]
+        visible = slots[:, None, :] <= position[:, :, None]
+        row.text += tokens
+        at = np.array([0]), np.array([width - 1])
+        return row, Layout(np.array([row.index]), np.array([tokens]), position, position, slots, visible, *at)
+
+    def layout(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Layout:
+        """Where everything goes in one forward over `places`; marks it as this step's scratch."""
+        columns: dict[int, list[tuple[int, int, int, list[int]]]] = {}  # row -> (token, position, slot, scratch slots it sees)
+        out_row, out_col = np.zeros((2, len(places)), np.int64)
+        order = {r: i for i, r in enumerate(dict.fromkeys(tree.row_of(places, draft).tolist()))}
+        for i, place in enumerate(places.tolist()):
+            r = ~place if place < 0 else int(draft.row[place])
+            line = columns.setdefault(r, [])
+            if place < 0:
+                line += self._tail_columns(seqs[r])
+            else:
+                line.append(self._node_column(self.of(seqs[r]), draft, place))
+            out_row[i], out_col[i] = order[r], len(line) - 1
+        held = [self.of(seqs[r]) for r in order]
+        return self._arrays(held, [columns[r] for r in order], draft, out_row, out_col)
+
+    def _tail_columns(self, seq: Sequence) -> list[tuple[int, int, int, list[int]]]:
+        row, tail = self.of(seq), self.tail(seq)
+        row.base, row.scratch = row.cached + len(tail), []
+        return [(t, p, p, []) for p, t in enumerate(tail, row.cached)]
+
+    def _node_column(self, row: Row, draft: Draft, node: int) -> tuple[int, int, int, list[int]]:
+        assert row.base >= 0, "a node is scored before its root"
+        row.scratch.append(node)
+        path = tree.ancestors(draft, node)
+        sees = [row.base + row.scratch.index(n) for n in path]
+        return int(draft.token[node]), row.base + len(path) - 1, sees[-1], sees
+
+    def _arrays(
+        self, held: list[Row], lines: list[list[tuple[int, int, int, list[int]]]], draft: Draft, out_row: Ints, out_col: Ints
+    ) -> Layout:
+        width = max(map(len, lines))
+        top = max(row.base + len(row.scratch) for row in held)
+        if top >= self.capacity:
+            raise OutriderError(f"{self.name} has {self.capacity} slots a row and needs {top + 1}", "", "load with a larger context")
+        slot = np.arange(_bucket(top, self.capacity))
+        tokens, positions = np.zeros((2, len(held), width), np.int64)
+        slots = np.full((len(held), width), self.capacity - 1)
+        visible = np.zeros((len(held), width, len(slot)), bool)
+        visible[:, :, 0] = True  # padding must see something
+        slot_positions = np.tile(slot, (len(held), 1))
+        for i, (row, line) in enumerate(zip(held, lines, strict=True)):
+            tokens[i, : len(line)], positions[i, : len(line)], slots[i, : len(line)] = zip(*[c[:3] for c in line], strict=True)
+            visible[i, : len(line)] = slot <= np.minimum(positions[i, : len(line)], row.base - 1)[:, None]
+            for j, column in enumerate(line):
+                visible[i, j, column[3]] = True
+            if row.scratch:
+                slot_positions[i, row.base : row.base + len(row.scratch)] = row.base - 1 + draft.depth[row.scratch]
+        index = np.array([row.index for row in held])
+        return Layout(index, tokens, positions, slots, slot_positions, visible, out_row, out_col)
+
+    def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.
+
+        Call it before or after the tokens were added to the sequences: it goes by its own base.
+        """
+        for seq, path in zip(seqs, outcome.paths, strict=True):
+            row = self.of(seq)
+            if row.base < 0:
+                continue
+            kept: list[int] = []
+            for node in path:
+                if node not in row.scratch:
+                    break
+                kept.append(row.scratch.index(node))
+            if kept != list(range(len(kept))):
+                self.store.move(row.index, row.base + np.array(kept), row.base)
+            row.text += seq.tokens[row.cached : row.base] + draft.token[path[: len(kept)]].tolist()
+            row.base, row.scratch = -1, []
+
+
+def _bucket(top: int, capacity: int) -> int:
+    return min(-(-top // BUCKET) * BUCKET, capacity)
+
+
+def _common(a: Iterable[int], b: Iterable[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values [rows, heads, capacity, d], zero at first (a NaN behind a mask would leak)."""
+
+    is_compileable = True
+
+    def __init__(self, where: "Aim", rows: int, capacity: int) -> None:
+        super().__init__()
+        self.where, self.shape = where, (rows, capacity)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self.shape
+        self.keys, self.values = (x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        row, slot, read, ctx = self.where.row, self.where.slot, self.where.read, self.where.ctx
+        self.keys.transpose(1, 2).index_put_((row, slot), key_states.transpose(1, 2))
+        self.values.transpose(1, 2).index_put_((row, slot), value_states.transpose(1, 2))
+        return self.keys[read][:, :, :ctx], self.values[read][:, :, :ctx]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.where.ctx, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.shape[1]
+
+
+@dataclass(slots=True)
+class Aim:
+    """Where the layers write and read in the forward at hand: row [b, 1], slot [b, w], the rows and slots read."""
+
+    row: Tensor | None = None
+    slot: Tensor | None = None
+    read: slice | Tensor = field(default_factory=lambda: slice(0))
+    ctx: int = 0
+
+    def at(self, layout: Layout, device: torch.device) -> None:
+        rows = layout.rows
+        dense = bool((np.diff(rows) == 1).all())
+        self.row = torch.from_numpy(rows).to(device)[:, None]
+        self.slot = torch.from_numpy(layout.slots).to(device)
+        self.read = slice(int(rows[0]), int(rows[-1]) + 1) if dense else torch.from_numpy(rows).to(device)
+        self.ctx = layout.visible.shape[-1]
+
+
+class SlotCache(Store):
+    """The transformers Cache made of SlotLayers, and the Store that moves their slots."""
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        self.aim = Aim()
+        self.layers = [SlotLayer(self.aim, rows, capacity) for _ in range(layers)]
+        self.cache = Cache(layers=self.layers)
+
+    def _tensors(self) -> list[Tensor]:
+        return [x for layer in self.layers for x in (layer.keys, layer.values) if x is not None]
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.untyped_storage().nbytes() for x in self._tensors())
+
+    def copy(self, source: int, goal: int, start: int, stop: int) -> None:
+        for x in self._tensors():
+            x[goal, :, start:stop] = x[source, :, start:stop]
+
+    def move(self, row: int, sources: Ints, start: int) -> None:
+        index = torch.from_numpy(sources)
+        for x in self._tensors():
+            x[row, :, start : start + len(sources)] = x[row, :, index.to(x.device)]
+
+    def swap(self, a: int, b: int, stop: int) -> None:
+        for x in self._tensors():
+            x[[a, b], :, :stop] = x[[b, a], :, :stop]

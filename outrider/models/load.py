@@ -1,0 +1,251 @@
+"""From a folder or hub id to a Model that was checked: files whole, memory enough, cache exact.
+
+Everything is predicted before the weights are read: a refusal costs nothing and names the numbers.
+"""
+
+import contextlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from outrider.core import tree
+from outrider.core.errors import OutriderError
+from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
+from outrider.models.hf import HFModel, decoder_layers, windows
+from outrider.models.vocab import fingerprint
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+ATTENTION = {"full_attention", "sliding_attention"}
+TOLERANCE = {torch.float32: 0.02, torch.float64: 0.001}  # of the logits' spread; 0.25 for half precision
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that loading a model will hold."""
+
+    weights: int
+    cache: int
+    packed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.packed
+
+
+def pick_device(name: str) -> torch.device:
+    """auto is the first CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as bad:
+        raise OutriderError(f"device '{name}' is not known", "", "auto, cpu or cuda") from bad
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise OutriderError(f"device '{name}' is not there", "torch sees no CUDA GPU", "device='cpu', or a GPU build of torch")
+    return device
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """The local folder of a model; a hub id is downloaded by transformers' own client."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise OutriderError(f"{path} is a file", "a model is a folder with config.json and *.safetensors", f"{folder.parent}")
+    if str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:
+        raise OutriderError(f"there is no folder {path}", "", "the path of a folder with config.json, or a hub id like owner/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except Exception as failed:
+        raise OutriderError(f"there is no folder {path}, and as a hub id it could not be fetched", str(failed).split("\n")[0], "a local folder") from failed
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Name -> (dtype, shape) of all weights, from the safetensors headers; a truncated file is an error."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise OutriderError(f"{folder} holds no *.safetensors", "", "a folder saved by save_pretrained(..., safe_serialization=True)")
+    found: dict[str, tuple[str, list[int]]] = {}
+    for file in files:
+        size = file.stat().st_size
+        try:
+            with open(file, "rb") as f:
+                (length,) = struct.unpack("<Q", f.read(8))
+                header = json.loads(f.read(length))
+            end = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+            if end != size:
+                raise ValueError(f"it has {size} bytes and its header promises {end}")
+        except (ValueError, struct.error, KeyError, MemoryError, OverflowError) as bad:
+            raise OutriderError(f"{file} is damaged", str(bad), "copying or downloading it again") from bad
+        found |= {n: (t["dtype"], t["shape"]) for n, t in header.items() if n != "__metadata__"}
+    return found
+
+
+def load_config(folder: Path) -> Any:
+    if not (folder / "config.json").exists():
+        raise OutriderError(f"{folder} holds no config.json", "so it is no model folder", "the folder that save_pretrained wrote")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as bad:
+        raise OutriderError(f"the config of {folder} cannot be read", str(bad).split("\n")[0], "a model class that transformers knows") from bad
+
+
+def refuse_unfit(config: Any, name: str) -> None:
+    """Refuse by name what this cache cannot roll back or mask."""
+    text = config.get_text_config()
+    odd = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION)
+    recurrent = any(word in text.model_type for word in ("mamba", "rwkv", "jamba", "recurrent", "xlstm", "bamba"))
+    alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
+    reason = (
+        f"its state ({', '.join(odd) or text.model_type}) cannot be rolled back yet" if odd or recurrent
+        else "its ALiBi positions do not fit draft trees yet" if alibi else None
+    )  # fmt: skip
+    if reason or getattr(config, "is_encoder_decoder", False):
+        raise OutriderError(f"{name} ({text.model_type}) cannot run here", reason or "it is an encoder-decoder", "a decoder of full or sliding attention layers")
+
+
+def context_of(config: Any, asked: int | None) -> int:
+    text = config.get_text_config()
+    limit = next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
+    if asked is not None and asked > limit:
+        raise OutriderError(f"context={asked} is more than the model's {limit}", "", f"context={limit}")
+    return min(asked or 4096, limit)
+
+
+def memory_plan(folder: Path, dtype: str, rows: int, context: int) -> MemoryPlan:
+    """What loading the model of `folder` will hold, from its headers and config alone."""
+    config = load_config(folder).get_text_config()
+    weights = sum(int(np.prod(shape)) for _, shape in tensors(folder).values()) * BYTES[dtype]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = config.num_hidden_layers * 2 * rows * heads * (context + 1) * width * BYTES[dtype]
+    return MemoryPlan(weights, cache)
+
+
+def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if plan.total > free:
+        raise OutriderError(
+            f"{name} needs {plan.total / 1e9:.2f} GB and {device} has {free / 1e9:.2f} GB free",
+            f"weights {plan.weights / 1e9:.2f}, cache {plan.cache / 1e9:.2f}, packed copies {plan.packed / 1e9:.2f} GB",
+            "fewer rows, a smaller context, dtype='bfloat16' or a smaller model",
+        )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as bad:
+        raise OutriderError(f"the tokenizer of {folder} cannot be read", str(bad).split("\n")[0], "a folder with tokenizer.json") from bad
+
+
+def load_model(
+    path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", rows: int = 4, context: int | None = None, chunk: int = 512,
+    name: str | None = None, check: bool = True,
+) -> tuple[HFModel, Any, MemoryPlan]:  # fmt: skip
+    """(model, tokenizer, memory plan) from a folder or hub id.
+
+    dtype auto is float32 on a CPU and the checkpoint's own on a GPU. Raises OutriderError for files that are missing
+    or damaged, too little memory, and classes that cannot be run exactly.
+    """
+    folder, where = locate(path), pick_device(device)
+    config = load_config(folder)
+    name = name or folder.name
+    refuse_unfit(config, name)
+    if dtype == "auto":
+        own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        dtype = own if where.type == "cuda" and own in BYTES else "float32"
+    room = context_of(config, context)
+    plan = memory_plan(folder, dtype, rows, room)
+    refuse_too_large(plan, where, name)
+    tokenizer = load_tokenizer(folder)
+    with _quiet():
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(where)
+    model = wrap(module, name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan)
+    if check:
+        self_check(model)
+    return model, tokenizer, plan
+
+
+def wrap(module: Any, name: str, vocab: str, *, rows: int = 4, context: int = 1024, chunk: int = 512, plan: MemoryPlan | None = None) -> HFModel:
+    """A Model over a transformers module that is already loaded. `context`: tokens a row can hold."""
+    plan = plan or MemoryPlan(0, 0)
+    text = module.config.get_text_config()
+    refuse_unfit(module.config, name)
+    can = Can(view=_has_layers(module))
+    spec = ModelSpec(
+        name, vocab, module.get_output_embeddings().weight.shape[0], context, text.num_hidden_layers, plan.weights, plan.cache,
+        str(module.device), str(module.dtype).removeprefix("torch."), can,
+    )  # fmt: skip
+    return HFModel(module, spec, rows, context + 1, chunk)
+
+
+def _has_layers(module: Any) -> bool:
+    try:
+        decoder_layers(module)
+    except OutriderError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Progress bars and advice of transformers stay off while it loads."""
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(before)
+
+
+@torch.inference_mode()
+def self_check(model: HFModel) -> None:
+    """One ragged tree step against recomputation without a cache; OutriderError where they differ.
+
+    Two rows (one if there is no more) of different length; one node has a sibling, one a child.
+    """
+    count = min(2, len(model.rows.all))
+    texts = [[(7 * i + 3 * r + 1) % model.spec.vocab_size for i in range(5 - 2 * r)] for r in range(count)]
+    seqs = [Sequence(Request(f"check-{r}", tuple(t), SamplingParams(), 0, "exact"), list(t)) for r, t in enumerate(texts)]
+    draft = Draft(rows=count)
+    for parents, tokens in (([~0, ~0, ~(count - 1)], [2, 3, 4]), ([0, 1], [5, 6]), ([3], [1])):
+        draft = tree.grow(draft, np.array(parents), np.array(tokens) % model.spec.vocab_size, 1)
+    places = tree.all_places(draft)
+    for seq in seqs:
+        model.open(seq)
+    try:
+        model.prefill(seqs)
+        found = model.score(seqs, draft, places).logits.float()
+        for place, got in zip(places.tolist(), found, strict=True):
+            row = ~place if place < 0 else int(draft.row[place])
+            text = texts[row] + draft.token[tree.ancestors(draft, place)].tolist()
+            want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1].float()
+            error = float((got - want).abs().max() / want.std().clamp_min(1e-9))
+            if not error < TOLERANCE.get(model.dtype, 0.25):
+                raise OutriderError(
+                    f"{model.spec.name} ({type(model.module).__name__}) fails the load-time check",
+                    f"a tree step differs from recomputation by {error:.2g} of the logits' spread",
+                    "another target or draft; this class needs its own cache support",
+                )
+    finally:
+        for seq in seqs:
+            model.close(seq)
+        for row in model.rows.all:
+            row.text = []
+        model.forwards = model.computed = model.rows.reused = 0
+
+
+__all__ = ["MemoryPlan", "load_model", "load_tokenizer", "locate", "memory_plan", "self_check", "wrap", "windows"]

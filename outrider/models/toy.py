@@ -1,0 +1,99 @@
+"""A table language model: the oracle of the tests.
+
+Its "keys" are the tokens themselves, kept in the same slots as a real cache and read back through the same masks. So
+a wrong slot, a stale row or a leaking neighbour changes the text at once, and probabilities are exact in float64.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.core.noise import address, uniform
+from outrider.core.types import Can, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
+from outrider.models.kv import Layout, Rows, Store
+
+
+class TokenStore(Store):
+    """Tokens and their positions, by row and slot."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.cells: Ints = np.full((rows, capacity, 2), -1)
+
+    def copy(self, source: int, goal: int, start: int, stop: int) -> None:
+        self.cells[goal, start:stop] = self.cells[source, start:stop]
+
+    def move(self, row: int, sources: Ints, start: int) -> None:
+        self.cells[row, start : start + len(sources)] = self.cells[row, sources]
+
+    def swap(self, a: int, b: int, stop: int) -> None:
+        self.cells[[a, b], :stop] = self.cells[[b, a], :stop]
+
+
+class ToyModel:
+    """Next-token logits are a random function of the last `order` visible tokens (None: of all of them).
+
+    `scale` sharpens the distribution. Two models with the same seed are the same model; `blend` mixes in the logits
+    of a second seed, which makes drafters that agree more or less.
+    """
+
+    def __init__(
+        self, vocab: int, seed: int, *, order: int | None = 2, scale: float = 2.0, blend: tuple[int, float] | None = None,
+        rows: int = 4, capacity: int = 256, name: str = "toy", context: int | None = None,
+    ) -> None:  # fmt: skip
+        self.vocab, self.seed, self.order, self.scale, self.blend = vocab, seed, order, scale, blend
+        self.store = TokenStore(rows, capacity)
+        self.rows = Rows(name, rows, capacity, self.store)
+        self.spec = ModelSpec(name, f"toy-{vocab}", vocab, context or capacity - 1, 1, 0, self.store.cells.nbytes, "cpu", "float64", Can())
+        self.forwards = 0
+        self.computed = 0
+
+    def logits(self, text: list[int]) -> NDArray[np.float64]:
+        """The rule itself: logits [V] after `text`."""
+        seen = text if self.order is None else text[len(text) - self.order :] if len(text) >= self.order else text
+        out = self._table(self.seed, seen)
+        if self.blend:
+            seed, share = self.blend
+            out = (1 - share) * out + share * self._table(seed, seen)
+        return self.scale * out
+
+    def _table(self, seed: int, seen: list[int]) -> NDArray[np.float64]:
+        key = address(np.array([seed]), *[np.array([t + 1]) for t in seen])[0]
+        ids = np.arange(self.vocab)
+        u = uniform(address(np.broadcast_to(np.int64(key >> np.uint64(1)), ids.shape), ids))
+        return -np.log(-np.log(u * (1 - 2e-9) + 1e-9))
+
+    def open(self, seq: Sequence) -> None:
+        self.rows.open(seq)
+
+    def close(self, seq: Sequence) -> None:
+        self.rows.close(seq)
+
+    def view(self, layers: tuple[int, ...]) -> "ToyModel":
+        raise ValueError("a table has no layers")
+
+    def prefill(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            tail = self.rows.tail(seq)[:-1]
+            if tail:
+                self._write(self.rows.append(seq, tail)[1])
+
+    def _write(self, layout: Layout) -> None:
+        self.forwards += 1
+        self.computed += layout.tokens.size
+        self.store.cells[layout.rows[:, None], layout.slots, 0] = layout.tokens
+        self.store.cells[layout.rows[:, None], layout.slots, 1] = layout.positions
+
+    def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
+        layout = self.rows.layout(seqs, draft, places)
+        self._write(layout)
+        return Scores(torch.stack([self._read(layout, b, w) for b, w in zip(layout.out_row, layout.out_col, strict=True)]))
+
+    def _read(self, layout: Layout, b: int, w: int) -> Tensor:
+        cells = self.store.cells[layout.rows[b], np.flatnonzero(layout.visible[b, w])]
+        ordered = cells[np.argsort(cells[:, 1], kind="stable")]
+        assert (np.diff(ordered[:, 1]) == 1).all(), f"positions {ordered[:, 1].tolist()} are not a text"
+        return torch.from_numpy(self.logits(ordered[:, 0].tolist()))
+
+    def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        self.rows.commit(seqs, draft, outcome)
