@@ -22,12 +22,12 @@ LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on ask
 
 
 class HFModel:
-    """A Model over a loaded transformers module. rows x capacity slots are kept per layer."""
+    """A Model over a loaded transformers module, with `rows` rows of spec.context tokens."""
 
-    def __init__(self, module: Any, spec: ModelSpec, rows: int, capacity: int, chunk: int = 512, cached_layers: int | None = None) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, rows: int, chunk: int = 512) -> None:
         self.module, self.spec, self.chunk = module.eval(), spec, chunk
-        self.store = SlotCache(cached_layers or spec.layers, rows, capacity)
-        self.rows = Rows(spec.name, rows, capacity, self.store)
+        self.store = SlotCache(spec.layers, rows, spec.context)
+        self.rows = Rows(spec.name, rows, spec.context, self.store)
         self.device, self.dtype = module.device, module.dtype
         self.windows = windows(module.config)
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}

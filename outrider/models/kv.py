@@ -21,6 +21,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Ints, Outcome, Sequence
 
 BUCKET = 64  # slots read are rounded up to this, so that shapes recur
+SCRATCH = 64  # draft nodes a row can hold in one step
 
 
 @dataclass(slots=True)
@@ -81,8 +82,8 @@ class Store:
 class Rows:
     """The bookkeeping of one model's cache."""
 
-    def __init__(self, name: str, count: int, capacity: int, store: Store) -> None:
-        self.name, self.capacity, self.store = name, capacity, store
+    def __init__(self, name: str, count: int, context: int, store: Store) -> None:
+        self.name, self.capacity, self.store = name, slots_for(context), store
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
 
@@ -127,10 +128,6 @@ class Rows:
     def tail(self, seq: Sequence) -> list[int]:
         """Tokens that are committed but not cached."""
         return seq.tokens[self.of(seq).cached :]
-
-    def room(self, seq: Sequence) -> int:
-        """How many draft nodes still fit behind the tail."""
-        return self.capacity - 1 - len(seq.tokens)
 
     def append(self, seq: Sequence, tokens: list[int]) -> tuple[Row, Layout]:
         """The layout of a prefill chunk; the tokens count as cached at once."""
@@ -177,7 +174,7 @@ class Rows:
         width = max(map(len, lines))
         top = max(row.base + len(row.scratch) for row in held)
         if top >= self.capacity:
-            raise OutriderError(f"{self.name} has {self.capacity} slots a row and needs {top + 1}", "", "load with a larger context")
+            raise OutriderError(f"{self.name} has {self.capacity} slots a row and needs {top + 1}", "", "a larger context or a smaller draft")
         slot = np.arange(_bucket(top, self.capacity))
         tokens, positions = np.zeros((2, len(held), width), np.int64)
         slots = np.full((len(held), width), self.capacity - 1)
@@ -212,6 +209,11 @@ class Rows:
                 self.store.move(row.index, row.base + np.array(kept), row.base)
             row.text += seq.tokens[row.cached : row.base] + draft.token[path[: len(kept)]].tolist()
             row.base, row.scratch = -1, []
+
+
+def slots_for(context: int) -> int:
+    """Slots of a row: its text, one step's scratch, and one that padding writes to."""
+    return context + SCRATCH + 1
 
 
 def _bucket(top: int, capacity: int) -> int:
@@ -281,8 +283,8 @@ class Aim:
 class SlotCache(Store):
     """The transformers Cache made of SlotLayers, and the Store that moves their slots."""
 
-    def __init__(self, layers: int, rows: int, capacity: int) -> None:
-        self.aim = Aim()
+    def __init__(self, layers: int, rows: int, context: int) -> None:
+        self.aim, capacity = Aim(), slots_for(context)
         self.layers = [SlotLayer(self.aim, rows, capacity) for _ in range(layers)]
         self.cache = Cache(layers=self.layers)
 
@@ -293,15 +295,18 @@ class SlotCache(Store):
     def bytes(self) -> int:
         return sum(x.untyped_storage().nbytes() for x in self._tensors())
 
+    @torch.inference_mode()
     def copy(self, source: int, goal: int, start: int, stop: int) -> None:
         for x in self._tensors():
             x[goal, :, start:stop] = x[source, :, start:stop]
 
+    @torch.inference_mode()
     def move(self, row: int, sources: Ints, start: int) -> None:
         index = torch.from_numpy(sources)
         for x in self._tensors():
             x[row, :, start : start + len(sources)] = x[row, :, index.to(x.device)]
 
+    @torch.inference_mode()
     def swap(self, a: int, b: int, stop: int) -> None:
         for x in self._tensors():
             x[[a, b], :, :stop] = x[[b, a], :, :stop]

@@ -20,7 +20,8 @@ from transformers.utils import logging as hf_logging
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
-from outrider.models.hf import HFModel, decoder_layers, windows
+from outrider.models.hf import HFModel, decoder_layers
+from outrider.models.kv import slots_for
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -52,6 +53,12 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OutriderError(f"device '{name}' is not there", "torch sees no CUDA GPU", "device='cpu', or a GPU build of torch")
     return device
+
+
+def pick_dtype(config: Any, name: str, device: torch.device) -> str:
+    """auto is float32 on a CPU and the checkpoint's own dtype on a GPU."""
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return name if name != "auto" else own if device.type == "cuda" and own in BYTES else "float32"
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
@@ -129,7 +136,7 @@ def memory_plan(folder: Path, dtype: str, rows: int, context: int) -> MemoryPlan
     weights = sum(int(np.prod(shape)) for _, shape in tensors(folder).values()) * BYTES[dtype]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = config.num_hidden_layers * 2 * rows * heads * (context + 1) * width * BYTES[dtype]
+    cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
     return MemoryPlan(weights, cache)
 
 
@@ -163,9 +170,7 @@ def load_model(
     config = load_config(folder)
     name = name or folder.name
     refuse_unfit(config, name)
-    if dtype == "auto":
-        own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-        dtype = own if where.type == "cuda" and own in BYTES else "float32"
+    dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context)
     plan = memory_plan(folder, dtype, rows, room)
     refuse_too_large(plan, where, name)
@@ -188,7 +193,7 @@ def wrap(module: Any, name: str, vocab: str, *, rows: int = 4, context: int = 10
         name, vocab, module.get_output_embeddings().weight.shape[0], context, text.num_hidden_layers, plan.weights, plan.cache,
         str(module.device), str(module.dtype).removeprefix("torch."), can,
     )  # fmt: skip
-    return HFModel(module, spec, rows, context + 1, chunk)
+    return HFModel(module, spec, rows, chunk)
 
 
 def _has_layers(module: Any) -> bool:
@@ -247,5 +252,3 @@ def self_check(model: HFModel) -> None:
             row.text = []
         model.forwards = model.computed = model.rows.reused = 0
 
-
-__all__ = ["MemoryPlan", "load_model", "load_tokenizer", "locate", "memory_plan", "self_check", "wrap", "windows"]

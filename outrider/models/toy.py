@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.core.noise import address, uniform
 from outrider.core.types import Can, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
-from outrider.models.kv import Layout, Rows, Store
+from outrider.models.kv import Layout, Rows, Store, slots_for
 
 
 class TokenStore(Store):
@@ -39,12 +39,12 @@ class ToyModel:
 
     def __init__(
         self, vocab: int, seed: int, *, order: int | None = 2, scale: float = 2.0, blend: tuple[int, float] | None = None,
-        rows: int = 4, capacity: int = 256, name: str = "toy", context: int | None = None,
+        rows: int = 4, context: int = 256, name: str = "toy",
     ) -> None:  # fmt: skip
         self.vocab, self.seed, self.order, self.scale, self.blend = vocab, seed, order, scale, blend
-        self.store = TokenStore(rows, capacity)
-        self.rows = Rows(name, rows, capacity, self.store)
-        self.spec = ModelSpec(name, f"toy-{vocab}", vocab, context or capacity - 1, 1, 0, self.store.cells.nbytes, "cpu", "float64", Can())
+        self.store = TokenStore(rows, slots_for(context))
+        self.rows = Rows(name, rows, context, self.store)
+        self.spec = ModelSpec(name, f"toy-{vocab}", vocab, context, 1, 0, self.store.cells.nbytes, "cpu", "float64", Can())
         self.forwards = 0
         self.computed = 0
 

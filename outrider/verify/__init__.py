@@ -1,0 +1,1 @@
+"""Acceptance rules. They see Drafts and log-probabilities, never models."""

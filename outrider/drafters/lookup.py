@@ -1,0 +1,75 @@
+"""Lookup drafting: what followed the same words earlier in this text (prompt included). Needs no second model.
+
+Prompt lookup, n-gram and input copy are this one drafter over one index. Every proposal is a point: the drafter is
+certain of what it proposes and samples nothing.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outrider.core import tree
+from outrider.core.noise import RowNoise
+from outrider.core.sampling import Settings
+from outrider.core.types import Draft, Ints, Outcome, Sequence
+from outrider.drafters.suffix import Cursor, SuffixTree
+
+
+@dataclass(slots=True)
+class _State:
+    index: SuffixTree
+    cursors: dict[int, Cursor] = field(default_factory=dict)  # draft node -> where its continuation stands
+    trust: float = 1.0
+
+
+class Lookup:
+    """A Drafter over a suffix tree per request. `least`: shortest match that is worth a guess; `cap`: longest kept.
+
+    The score of a proposal is its share of the occurrences, damped for short matches: one token of context says less
+    than ten.
+    """
+
+    needs = ("tokens",)
+
+    def __init__(self, name: str = "lookup", *, least: int = 2, cap: int = 24) -> None:
+        self.name, self.least, self.cap = name, least, cap
+
+    def begin(self, seq: Sequence) -> None:
+        seq.slots[self.name] = _State(SuffixTree(self.cap))
+
+    def end(self, seq: Sequence) -> None:
+        seq.slots.pop(self.name, None)
+
+    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        """Nothing to record: the text itself is the record, indexed at the next use."""
+
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Ints, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+        parents: list[int] = []
+        tokens: list[int] = []
+        scores: list[float] = []
+        onward: list[tuple[_State, int, int, Cursor]] = []
+        for place in frontier.tolist():
+            state: _State = seqs[~place if place < 0 else int(draft.row[place])].slots[self.name]
+            cursor = self._start(seqs[~place], state) if place < 0 else state.cursors.get(place)
+            for token, share, after in state.index.next(cursor, width) if cursor else ():
+                parents.append(place)
+                tokens.append(token)
+                scores.append(share * state.trust)
+                onward.append((state, place, token, after))
+        if not tokens:
+            return draft
+        grown = tree.grow(draft, np.array(parents), np.array(tokens), source, score=np.array(scores))
+        names = {(int(p), int(t)): i for i, (p, t) in enumerate(zip(grown.parent, grown.token, strict=True)) if grown.source[i] & source}
+        for state, place, token, after in onward:
+            state.cursors[names[place, token]] = after
+        return grown
+
+    def _start(self, seq: Sequence, state: _State) -> Cursor | None:
+        """Index what is new in the text and find the match a draft starts from."""
+        for token in seq.tokens[len(state.index.text) :]:
+            state.index.append(token)
+        state.cursors = {}
+        cursor = state.index.match(self.least)
+        depth = cursor[0].depth if cursor and cursor[0] else 0
+        state.trust = depth / (depth + 1)
+        return cursor

@@ -1,0 +1,91 @@
+"""Drafting with a causal LM: a small model, or a view of the target's own layers. Chains and trees.
+
+Greedy rows get its most likely tokens as points. Sampling rows get draws from its distribution under the row's own
+settings: with replacement-free siblings under `exact` (q is kept for the verdict), and by the shared noise under
+`coupled`. Its cache is caught up at the next use, however long it was left out.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core import tree
+from outrider.core.noise import DRAFT, RowNoise
+from outrider.core.sampling import Settings, process, warp
+from outrider.core.sockets import Model
+from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Ints, Outcome, Sequence
+
+
+class ModelDrafter:
+    """A Drafter over any Model. Rows that would outgrow the model's context get no proposal."""
+
+    needs = ("tokens",)
+
+    def __init__(self, model: Model, name: str = "model") -> None:
+        self.model, self.name = model, name
+
+    def begin(self, seq: Sequence) -> None:
+        self.model.open(seq)
+
+    def end(self, seq: Sequence) -> None:
+        self.model.close(seq)
+
+    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        self.model.commit(seqs, draft, outcome)
+
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Ints, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+        rows, depth = tree.row_of(frontier, draft), tree.depth_of(frontier, draft)
+        length = np.array([len(seqs[r].tokens) for r in rows.tolist()])
+        frontier = frontier[length + depth < self.model.spec.context]
+        if not len(frontier):
+            return draft
+        logits = self.model.score(seqs, draft, frontier).logits
+        if settings.all_greedy:
+            return self._points(draft, frontier, process(logits, frontier, draft, settings), width, source)
+        rows = tree.row_of(frontier, draft)
+        exact = ~settings.greedy[rows] & ~settings.coupled[rows]
+        if exact.any() and not exact.all():  # both kinds in one batch: one after the other
+            draft = self._sampled(draft, frontier[exact], warp(logits[exact], frontier[exact], draft, settings), width, source, noise)
+            frontier, logits, exact = frontier[~exact], logits[~exact], exact[~exact]
+        logp = warp(logits, frontier, draft, settings)
+        if exact.all() and len(exact):
+            return self._sampled(draft, frontier, logp, width, source, noise)
+        raced = noise.race(logp, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
+        return self._points(draft, frontier, raced, width, source)
+
+    def _points(self, draft: Draft, frontier: Ints, x: Tensor, width: int, source: int) -> Draft:
+        """The `width` largest of x [n, V] below each place, ties to the lowest id."""
+        values, ids = x.sort(-1, descending=True, stable=True) if width > 1 else _first(x)
+        share = torch.exp(values[:, :width] - torch.logsumexp(x, -1, keepdim=True))
+        good = torch.isfinite(values[:, :width]).flatten().cpu().numpy()
+        parents = np.repeat(frontier, width)[good] if width <= x.shape[-1] else np.repeat(frontier, x.shape[-1])[good]
+        tokens = ids[:, :width].flatten().cpu().numpy()[good]
+        return tree.grow(draft, parents, tokens, source, POINT, share.double().flatten().cpu().numpy()[good])
+
+    def _sampled(self, draft: Draft, frontier: Ints, logp: Tensor, width: int, source: int, noise: RowNoise) -> Draft:
+        """`width` draws without replacement from q = exp(logp) [n, V] below each place."""
+        q, rows = logp.exp(), tree.row_of(frontier, draft)
+        first = np.array([(draft.row == r).sum() for r in rows]) + _rank(rows) * width  # number of the node within its row
+        left, tokens, alive = q.clone(), [], []
+        for i in range(width):
+            alive.append((left > 0).any(-1).cpu().numpy())
+            token = noise.draw(torch.where((left > 0).any(-1, keepdim=True), left, q), rows, DRAFT, first + i)
+            tokens.append(token.cpu().numpy())
+            left = left.scatter(-1, token[:, None], 0.0)
+        keep = np.stack(alive, 1).flatten()
+        chosen = np.stack(tokens, 1)
+        score = q.gather(-1, torch.from_numpy(chosen).to(q.device)).double().cpu().numpy()
+        q_row = np.repeat(np.arange(len(frontier)), width)[keep]
+        kind = SAMPLED if width == 1 else DISTINCT
+        parents = np.repeat(frontier, width)[keep]
+        return tree.grow(draft, parents, chosen.flatten()[keep], source, kind, score.flatten()[keep], q, q_row)
+
+
+def _first(x: Tensor) -> tuple[Tensor, Tensor]:
+    best = x.argmax(-1, keepdim=True)
+    return x.gather(-1, best), best
+
+
+def _rank(rows: Ints) -> Ints:
+    """How many equal entries precede each entry."""
+    return np.array([int((rows[:i] == r).sum()) for i, r in enumerate(rows.tolist())])

@@ -1,0 +1,40 @@
+"""Readers of StepRecords. The names of the figures are those of the field (vLLM's per-request JSON).
+
+*mean acceptance length*: emitted tokens per scoring step of a row, bonus included, discarded tail excluded.
+*acceptance rate*: accepted / drafted.
+"""
+
+from collections import Counter
+from typing import Any
+
+from outrider.core.types import StepRecord
+
+
+def stats(records: list[StepRecord], request: str) -> dict[str, Any]:
+    """The figures of one request. `seconds` are those of the steps it took part in; an unknown joule is None."""
+    at = [(r, r.requests.index(request)) for r in records]
+    drafted, accepted, emitted, discarded = ([getattr(r, f)[i] for r, i in at] for f in ("drafted", "accepted", "emitted", "discarded"))
+    joules = [r.reading.joules for r, _ in at]
+    seconds: Counter[str] = Counter()
+    for r, _ in at:
+        seconds.update(r.seconds)
+    return {
+        "steps": len(at),
+        "target_calls": len(at),
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+        "discarded": sum(discarded),
+        "mean_acceptance_length": sum(emitted) / len(at) if at else None,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
+        "acceptance_histogram": dict(sorted(Counter(accepted).items())),
+        "num_spec_steps": sum(d > 0 for d in drafted),
+        "num_draft_tokens": sum(drafted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+        "seconds": sum(r.reading.seconds for r, _ in at),
+        "seconds_by_stage": dict(seconds),
+        "joules": None if not joules or None in joules else sum(joules),  # type: ignore[arg-type]
+        "meter": at[0][0].reading.source if at else "none",
+        "reasons": dict(Counter(r.reason for r, _ in at)),
+    }

@@ -1,0 +1,82 @@
+"""Puts a runtime together from what the user named. The one place that knows all kinds of parts."""
+
+import importlib
+import os
+from collections.abc import Sequence as ListOf
+from pathlib import Path
+from typing import Any
+
+from outrider.core.config import load_settings, nearest
+from outrider.core.errors import OutriderError
+from outrider.core.sockets import Drafter
+from outrider.core.types import Plan
+from outrider.models import load as models
+from outrider.models.vocab import check_pair
+from outrider.runtime.door import Runtime
+from outrider.runtime.engine import Engine, fixed
+
+DRAFTERS = {"lookup": "outrider.drafters.lookup:Lookup", "model": "outrider.drafters.model:ModelDrafter"}
+
+
+def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Drafter] | None = None, **settings: Any) -> Runtime:
+    """A Runtime for a target model and its drafters.
+
+    target: a folder or hub id; None is the embedded reference pair. drafters: "lookup", "model:PATH" or Drafter
+    objects; None is the reference draft for the reference target and lookup for any other; [] is plain decoding.
+    settings: fields of core.config.LoadSettings. Raises OutriderError before anything large is read.
+    """
+    s = load_settings(**settings)
+    if target is None:
+        from outrider import reference
+
+        target = reference.target()
+        drafters = [f"model:{reference.draft()}"] if drafters is None else drafters
+    specs = ["lookup"] if drafters is None else list(drafters)
+    how = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk}
+    _refuse_unknown(specs)
+    _refuse_too_large(target, specs, s)
+    model, tokenizer, memory = models.load_model(target, context=s.context, name="target", **how)
+    parts: dict[str, Drafter] = {}
+    plans = {"target": memory}
+    for spec in specs:
+        part, plan = _drafter(spec, model, tokenizer, str(target), how)
+        parts[part.name] = part
+        if plan:
+            plans[part.name] = plan
+    shape = Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget)
+    return Runtime(Engine(model, parts, fixed(shape), s.rows), tokenizer, {"plans": plans}, s.rule)
+
+
+def _refuse_unknown(specs: list[str | Drafter]) -> None:
+    for spec in specs:
+        if isinstance(spec, str):
+            kind, _, path = spec.partition(":")
+            if kind not in DRAFTERS:
+                raise nearest(kind, DRAFTERS, "drafter")
+            if kind == "model" and not path:
+                raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
+
+
+def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: Any) -> None:
+    """Target and drafts must fit together, before the first is read."""
+    device, total = models.pick_device(s.device), []
+    for path in [target, *(spec.partition(":")[2] for spec in specs if isinstance(spec, str) and ":" in spec)]:
+        folder = models.locate(path)
+        config = models.load_config(folder)
+        dtype = models.pick_dtype(config, s.dtype, device)
+        context = s.context if path == target else None
+        total.append(models.memory_plan(folder, dtype, s.rows, models.context_of(config, context)))
+    models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
+
+
+def _drafter(spec: str | Drafter, target: Any, tokenizer: Any, target_name: str, how: dict[str, Any]) -> tuple[Drafter, Any]:
+    if not isinstance(spec, str):
+        return spec, None
+    kind, _, path = spec.partition(":")
+    module, name = DRAFTERS[kind].split(":")
+    make = getattr(importlib.import_module(module), name)
+    if kind == "lookup":
+        return make(), None
+    model, own, plan = models.load_model(path, name=f"draft {Path(path).name}", **how)
+    check_pair(tokenizer, own, target_name, path)
+    return make(model, "model"), plan

@@ -1,0 +1,48 @@
+"""Who is running and who waits. First come, first served; a request joins as soon as a row is free."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from outrider.core.types import Request, Sequence
+
+
+class Batcher:
+    """A queue in front of `rows` places. Knows nothing of models."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def submit(self, request: Request) -> Sequence:
+        seq = Sequence(request, list(request.prompt))
+        self.waiting.append(seq)
+        return seq
+
+    def admit(self, open_: Callable[[Sequence], None]) -> None:
+        """Move waiting sequences into free places."""
+        while self.waiting and len(self.running) < self.rows:
+            open_(self.waiting[0])
+            self.running.append(self.waiting.popleft())
+
+    def groups(self) -> Iterator[list[Sequence]]:
+        """Running sequences that may share a step: greedy ones share with anyone, others with their own rule."""
+        rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0))
+        first = rules[0] if rules else None
+        for rule in rules or [None]:
+            group = [
+                s for s in self.running
+                if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == first)
+            ]  # fmt: skip
+            if group:
+                yield group
+
+    def drop(self, seq: Sequence) -> bool:
+        """Take a sequence out; True if it was running."""
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+            return False
+        if seq in self.running:
+            self.running.remove(seq)
+            return True
+        return False

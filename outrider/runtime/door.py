@@ -1,0 +1,194 @@
+"""The door: text becomes a Request here, and tokens become text again. Below it nobody sees text."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+from outrider.core.config import sampling as read_sampling
+from outrider.core.errors import OutriderError
+from outrider.core.types import Request, SamplingParams, Sequence
+from outrider.measure.trace import stats
+from outrider.runtime.engine import Engine
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came out. `tokens`: generated ids only; `origins[i]`: who proposed token i ("target": nobody did);
+    `finish_reason`: stop, length or cancelled; `logprobs[i]`: id -> log-probability under the target's raw logits."""
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: list[int]
+    origins: list[str]
+    finish_reason: str
+    lossless: bool
+    stats: dict[str, Any]
+    logprobs: list[dict[int, float]] | None = None
+
+    @property
+    def usage(self) -> dict[str, int]:
+        n, m = len(self.prompt_tokens), len(self.tokens)
+        return {"prompt_tokens": n, "completion_tokens": m, "total_tokens": n + m}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a stream: new text (may be empty), its tokens and their origins; finish_reason on the last one."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Runtime:
+    """A loaded target with its drafters. Made by `outrider.load`."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None) -> None:
+        self.engine, self.tokenizer, self.memory, self.rule = engine, tokenizer, memory, rule
+        self._count = 0
+
+    @overload
+    def generate(self, prompt: str, params: SamplingParams | None = None, **knobs: Any) -> Generation: ...
+    @overload
+    def generate(self, prompt: list[str], params: SamplingParams | None = None, **knobs: Any) -> list[Generation]: ...
+    def generate(self, prompt: str | list[str], params: SamplingParams | None = None, **knobs: Any) -> Generation | list[Generation]:
+        """Text for a prompt, or for a list of prompts that share the machine. Keywords are fields of SamplingParams,
+        and `speculation`: "auto", "off" or a list of drafter names."""
+        if isinstance(prompt, str):
+            return self._run([self._encode(prompt)], params, knobs)[0]
+        return self._run([self._encode(p) for p in prompt], params, knobs)
+
+    def chat(self, messages: list[Message], params: SamplingParams | None = None, **knobs: Any) -> Generation:
+        """The assistant's next message. What earlier turns share with this one is not computed again."""
+        return self._run([self._encode_chat(messages)], params, knobs)[0]
+
+    def stream(self, prompt: str | list[Message], params: SamplingParams | None = None, **knobs: Any) -> Iterator[Chunk]:
+        """Chunks of text as they are decided; a list of messages is a chat. Leaving the loop cancels the request."""
+        tokens = self._encode(prompt) if isinstance(prompt, str) else self._encode_chat(prompt)
+        seq = self._submit(tokens, params, knobs)
+        told, sent = 0, ""
+        try:
+            while seq.finish_reason is None:
+                self.engine.step()
+                text = _settled(self._decode(seq), seq)
+                yield Chunk(text[len(sent) :], seq.generated[told:], seq.origins[told:], seq.finish_reason)
+                told, sent = seq.produced, text
+        finally:
+            self.engine.cancel(seq)
+
+    def _run(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
+        seqs = [self._submit(p, params, knobs) for p in prompts]
+        try:
+            while any(s.finish_reason is None for s in seqs):
+                self.engine.step()
+        finally:
+            for seq in seqs:
+                self.engine.cancel(seq)
+        return [self._result(s) for s in seqs]
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        if not tokens:
+            raise OutriderError("the prompt is empty", "this tokenizer puts no begin-of-text token before it", "at least one word")
+        return tokens
+
+    def _encode_chat(self, messages: list[Message]) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise OutriderError("this model has no chat template", "", "generate(prompt), or a model that was trained on chats")
+        if not messages:
+            raise OutriderError("the conversation is empty", "", "[{'role': 'user', 'content': ...}]")
+        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        ids: list[int] = tokens["input_ids"]
+        return ids
+
+    def _submit(self, prompt: list[int], params: SamplingParams | None, knobs: dict[str, Any]) -> Sequence:
+        return self.engine.submit(self.request(prompt, params, **knobs))
+
+    def request(self, prompt: list[int], params: SamplingParams | None = None, **knobs: Any) -> Request:
+        """A checked Request for token ids. max_tokens is cut to what the context still holds."""
+        drafters = self._drafters(knobs.pop("speculation", "auto"))
+        s = read_sampling(params, self.engine.target.spec.vocab_size, **knobs)
+        room = self.engine.target.spec.context - len(prompt)
+        if room < 1:
+            raise OutriderError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.engine.target.spec.context}", "at least one must be left to write",
+                "a shorter prompt, or load with a larger context",
+            )  # fmt: skip
+        s = replace(s, max_tokens=min(s.max_tokens, room), min_tokens=min(s.min_tokens, room))
+        ends = set(s.stop_token_ids) | (set() if s.ignore_eos else self._eos())
+        self._count += 1
+        return Request(
+            id=f"request-{self._count}", prompt=tuple(prompt), sampling=s, drafters=drafters, ends=frozenset(ends),
+            seed=s.seed if s.seed is not None else int.from_bytes(os.urandom(7), "big"),
+            rule=s.rule or self.rule or ("exact" if s.seed is None else "coupled"),
+            cut=self._cutter(s.stop) if s.stop else None,
+        )  # fmt: skip
+
+    def _drafters(self, speculation: str | list[str]) -> frozenset[str] | None:
+        if speculation == "auto":
+            return None
+        if speculation == "off":
+            return frozenset()
+        known = list(self.engine.drafters)
+        for name in [speculation] if isinstance(speculation, str) else speculation:
+            if name not in known:
+                raise OutriderError(f"speculation={speculation!r}: no drafter '{name}' is loaded", "", f"auto, off, or some of {known}")
+        return frozenset([speculation] if isinstance(speculation, str) else speculation)
+
+    def _eos(self) -> set[int]:
+        configured = getattr(getattr(getattr(self.engine.target, "module", None), "generation_config", None), "eos_token_id", None)
+        ids = configured if isinstance(configured, list) else [configured, self.tokenizer.eos_token_id]
+        return {i for i in ids if i is not None}
+
+    def _cutter(self, stops: tuple[str, ...]) -> Any:
+        """How many new tokens stay so that the text ends with the token that completes a stop string."""
+        window = max(map(len, stops)) + 8  # tokens looked back at: a token has at least one byte
+
+        def cut(generated: list[int], new: list[int]) -> int | None:
+            old = generated[-window:]
+            if not any(stop in self._text([*old, *new]) for stop in stops):
+                return None
+            before = self._text(old)
+            for keep in range(1, len(new) + 1):
+                text = self._text([*old, *new[:keep]])
+                if any(text.count(stop) > before.count(stop) for stop in stops):
+                    return keep
+            return None
+
+        return cut
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _decode(self, seq: Sequence) -> str:
+        """The generated text, ending before a stop string that ended it."""
+        text = self._text(seq.generated)
+        if seq.finish_reason == "stop":
+            at = [i for stop in seq.request.sampling.stop if (i := text.find(stop)) >= 0]
+            text = text[: min(at)] if at else text
+        return text
+
+    def _result(self, seq: Sequence) -> Generation:
+        return Generation(
+            text=self._decode(seq), tokens=seq.generated, prompt_tokens=list(seq.request.prompt), origins=seq.origins,
+            finish_reason=seq.finish_reason or "cancelled", lossless=True, stats=stats(seq.records, seq.request.id),
+            logprobs=seq.logprobs if seq.request.sampling.logprobs is not None else None,
+        )  # fmt: skip
+
+
+def _settled(text: str, seq: Sequence) -> str:
+    """The part of a running text that can no longer change: no half characters, no beginnings of stop strings."""
+    if seq.finish_reason:
+        return text
+    text = text.rstrip("\ufffd")
+    for stop in seq.request.sampling.stop:
+        for n in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:n]):
+                text = text[:-n]
+                break
+    return text

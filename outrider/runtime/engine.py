@@ -1,0 +1,231 @@
+"""The decode loop. There is one; plain decoding is a draft without nodes.
+
+A step reads aloud: choose a plan, prefill, propose, score, accept, cut, commit, record. Everything before commit
+writes scratch only, so a step that fails or is interrupted loses nothing.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from outrider.core import tree
+from outrider.core.noise import RowNoise
+from outrider.core.sampling import Settings, process, top_logprobs, warp
+from outrider.core.sockets import Drafter, Model
+from outrider.core.types import POINT, TARGET, Draft, Ints, Outcome, Plan, Reading, Request, Sequence, StepRecord
+from outrider.runtime.batcher import Batcher
+from outrider.verify.exact import RULES
+
+MAX_NODES = 64  # draft nodes of a row in one step (models keep this much scratch)
+Choose = Callable[[list[Sequence]], tuple[Plan, str]]
+
+
+def fixed(plan: Plan) -> Choose:
+    """Always this plan: what a controller will replace."""
+    reason = "fixed" if plan.drafters else "off:user"
+    return lambda seqs: (plan, reason)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds per stage of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def mark(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
+        self.last = now
+
+
+class Engine:
+    """Runs requests to their end, many at a time, every row at its own speed."""
+
+    def __init__(self, target: Model, drafters: Mapping[str, Drafter], choose: Choose, rows: int) -> None:
+        self.target, self.drafters, self.choose = target, drafters, choose
+        self.bits = {name: 1 << i for i, name in enumerate(drafters)}
+        self.batcher = Batcher(rows)
+
+    def submit(self, request: Request) -> Sequence:
+        """Queue a request; it runs as `step` is called."""
+        return self.batcher.submit(request)
+
+    def cancel(self, seq: Sequence) -> None:
+        """End a request now, whatever it was doing; harmless when it has ended."""
+        if seq.finish_reason is None:
+            seq.finish_reason = "cancelled"
+            if self.batcher.drop(seq):
+                self._close(seq)
+
+    def step(self) -> list[Sequence]:
+        """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done."""
+        self.batcher.admit(self._open)
+        moved: list[Sequence] = []
+        for group in self.batcher.groups():
+            self._step(group)
+            moved += group
+        for seq in moved:
+            if seq.finish_reason:
+                self.batcher.drop(seq)
+                self._close(seq)
+        return moved
+
+    def _open(self, seq: Sequence) -> None:
+        self.target.open(seq)
+        for drafter in self.drafters.values():
+            drafter.begin(seq)
+
+    def _close(self, seq: Sequence) -> None:
+        for drafter in self.drafters.values():
+            drafter.end(seq)
+        self.target.close(seq)
+        assert not seq.slots, f"{list(seq.slots)} left behind"
+
+    def _step(self, seqs: list[Sequence]) -> None:
+        plan, reason = self.choose(seqs)
+        clock, settings, noise = Clock(), Settings.of(seqs), _noise(seqs)
+        self.target.prefill(seqs)
+        clock.mark("prefill")
+        full = self._propose(seqs, plan, settings, noise)
+        draft, names = _trim(full, plan, settings)
+        clock.mark("draft")
+        places = tree.all_places(draft)
+        logits = self.target.score(seqs, full, np.concatenate([tree.roots(len(seqs)), names])).logits
+        clock.mark("score")
+        outcome = _cut(seqs, draft, _accept(draft, logits, places, settings, noise))
+        clock.mark("accept")
+        emitted = self._write(seqs, draft, outcome, logits)
+        self._commit(seqs, full, outcome.renamed(names))
+        clock.mark("commit")
+        self._record(seqs, plan, reason, draft, outcome, emitted, clock)
+
+    def _propose(self, seqs: list[Sequence], plan: Plan, settings: Settings, noise: RowNoise) -> Draft:
+        """Every drafter of the plan grows the forest level by level."""
+        draft = Draft(rows=len(seqs))
+        room = np.array([s.request.sampling.max_tokens - s.produced - 1 for s in seqs])
+        for name, depth, width in plan.drafters:
+            bit = self.bits[name]
+            allowed = [s.request.drafters is None or name in s.request.drafters for s in seqs]
+            frontier = tree.roots(len(seqs))[np.array(allowed)]
+            for level in range(depth):
+                frontier = _fitting(draft, frontier, width, level, room, _cap(plan, settings))
+                if not len(frontier):
+                    break
+                draft = self.drafters[name].extend(seqs, draft, frontier, width, bit, settings, noise)
+                frontier = np.flatnonzero(((draft.source & bit) > 0) & (draft.depth == level + 1))
+        return draft
+
+    def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, logits: Tensor) -> list[list[int]]:
+        """Add what was decided to the texts, each token with its origin. Returns the new tokens of each row."""
+        emitted = []
+        for r, (seq, path, bonus) in enumerate(zip(seqs, outcome.paths, outcome.bonus, strict=True)):
+            new = draft.token[path].tolist() + ([] if bonus is None else [bonus])
+            if (count := seq.request.sampling.logprobs) is not None:
+                decided_at = [~r, *path][: len(new)]
+                seq.logprobs += [top_logprobs(logits[tree.index_of(p, draft.rows)], t, count) for p, t in zip(decided_at, new, strict=True)]
+            seq.origins += [self._names(int(draft.source[n])) for n in path] + ([] if bonus is None else [TARGET])
+            seq.tokens += new
+            seq.steps += 1
+            emitted.append(new)
+        return emitted
+
+    def _commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        """The one effect on caches: accepted nodes stay, and every drafter hears what came out."""
+        self.target.commit(seqs, draft, outcome)
+        for drafter in self.drafters.values():
+            drafter.observe(seqs, draft, outcome)
+
+    def _names(self, source: int) -> str:
+        return "+".join(name for name, bit in self.bits.items() if source & bit)
+
+    def _record(
+        self, seqs: list[Sequence], plan: Plan, reason: str, draft: Draft, outcome: Outcome, emitted: list[list[int]], clock: Clock
+    ) -> None:
+        credit: Counter[tuple[str, int]] = Counter()
+        for path in outcome.paths:
+            for n in path:
+                credit.update((name, int(draft.depth[n])) for name, bit in self.bits.items() if draft.source[n] & bit)
+        record = StepRecord(
+            plan=plan,
+            requests=tuple(s.request.id for s in seqs),
+            context=tuple(len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)),
+            drafted=tuple(np.bincount(draft.row, minlength=len(seqs)).tolist()),
+            accepted=tuple(map(len, outcome.paths)),
+            emitted=tuple(map(len, emitted)),
+            discarded=tuple(outcome.discarded),
+            accepted_by=dict(credit),
+            seconds=clock.seconds,
+            reading=Reading(sum(clock.seconds.values()), None, "none", "wall clock of the step"),
+            reason=reason,
+        )
+        for seq in seqs:
+            seq.records.append(record)
+
+
+def _noise(seqs: list[Sequence]) -> RowNoise:
+    columns = [(s.request.seed, s.steps, len(s.tokens)) for s in seqs]
+    return RowNoise(*(np.array(c, np.int64) for c in zip(*columns, strict=True)))
+
+
+def _cap(plan: Plan, settings: Settings) -> int:
+    """Nodes a row may grow to. A budget binds while drawing where nothing may be pruned afterwards."""
+    lawful = bool((settings.greedy | settings.coupled).all())
+    return min(plan.budget, MAX_NODES) if plan.budget and not lawful else MAX_NODES
+
+
+def _fitting(draft: Draft, frontier: Ints, width: int, level: int, room: Ints, cap: int) -> Ints:
+    """The places that may grow: their row needs more tokens than that, and its next level fits under the cap."""
+    rows = tree.row_of(frontier, draft)
+    after = np.bincount(draft.row, minlength=draft.rows) + width * np.bincount(rows, minlength=draft.rows)
+    return frontier[(room[rows] > level) & (after[rows] <= cap)]
+
+
+def _trim(draft: Draft, plan: Plan, settings: Settings) -> tuple[Draft, Ints]:
+    """(the draft within the budget, the old names of its nodes). A sampled node under `exact` is never forgotten."""
+    everything = np.arange(len(draft))
+    if not plan.budget or (draft.kind != POINT).any():
+        return draft, everything
+    keep = tree.heaviest(draft, plan.budget)
+    return (draft, everything) if len(keep) == len(draft) else (tree.select(draft, keep), keep)
+
+
+def _accept(draft: Draft, logits: Tensor, places: Ints, settings: Settings, noise: RowNoise) -> Outcome:
+    if settings.all_greedy:
+        return RULES["greedy"]().accept(draft, process(logits, places, draft, settings), noise)
+    rule = next(s.request.rule for s, greedy in zip(settings.seqs, settings.greedy, strict=True) if not greedy)
+    return RULES[rule]().accept(draft, warp(logits, places, draft, settings), noise)
+
+
+def _cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> Outcome:
+    """End each row at its first end token, stop string or limit, whichever comes first, and set its finish_reason.
+
+    Cache, history, noise position and records all see only what is left.
+    """
+    paths, bonuses, discarded = [], [], []
+    for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
+        assert bonus is not None
+        new = [*draft.token[path].tolist(), bonus]
+        keep, seq.finish_reason = _end(seq, new)
+        paths.append(path[:keep])
+        bonuses.append(bonus if keep == len(new) else None)
+        discarded.append(len(new) - keep)
+    return Outcome(paths, bonuses, discarded)
+
+
+def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:
+    """(how many of the new tokens stay, why the text ends there or None)."""
+    sampling, request = seq.request.sampling, seq.request
+    limit = sampling.max_tokens - seq.produced
+    keep, reason = (limit, "length") if len(new) >= limit else (len(new), None)
+    first = max(0, sampling.min_tokens - seq.produced)
+    end = next((i + 1 for i, t in enumerate(new[:keep]) if t in request.ends and i >= first), None)
+    if end is not None:
+        keep, reason = end, "stop"
+    if request.cut and (found := request.cut(seq.generated, new[:keep])) is not None and found > first:
+        keep, reason = found, "stop"
+    return keep, reason
