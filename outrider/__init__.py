@@ -1,7 +1,7 @@
 """Outrider: a compiler and adaptive runtime for speculative text generation.
 
-    rt = outrider.load()                      # the embedded reference pair
-    out = rt.generate("def fib(n):", max_tokens=64)
+rt = outrider.load()                      # the embedded reference pair
+out = rt.generate("def fib(n):", max_tokens=64)
 """
 
 from typing import TYPE_CHECKING, Any

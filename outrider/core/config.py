@@ -1,6 +1,7 @@
 """Frozen settings and their checks. An unknown key is an error that names the nearest one."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,7 +30,7 @@ def _number(settings: SamplingParams, name: str) -> None:
     kind = next(f.type for f in fields(settings) if f.name == name)
     whole = kind in (int, "int", int | None)
     good = isinstance(value, int) if whole else isinstance(value, (int, float))
-    _must(good and not isinstance(value, bool) and value == value, f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
+    _must(good and not isinstance(value, bool) and not math.isnan(value), f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
 
 
 def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParams:
@@ -48,7 +49,11 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")
     for token in (*(t for t, _ in s.logit_bias), *s.stop_token_ids):
-        _must(token >= 0 and (vocab is None or token < vocab), f"token id {token} is outside the vocabulary of {vocab}", "ids from the target's tokenizer")
+        _must(
+            token >= 0 and (vocab is None or token < vocab),
+            f"token id {token} is outside the vocabulary of {vocab}",
+            "ids from the target's tokenizer",
+        )
     return s
 
 

@@ -112,7 +112,7 @@ def _hold_ends(x: Tensor, places: Ints, rows: Ints, draft: Draft, settings: Sett
 def _truncate(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
     """Top-k, then top-p of what is left, then min-p of what is left."""
     if settings.any("top_k", 0) or settings.any("top_p", 1.0):
-        values, order = x.sort(-1, descending=True, stable=True)
+        values, order = x.sort(dim=-1, descending=True, stable=True)
         k = settings.column("top_k", rows, x)
         rank = torch.arange(x.shape[-1], device=x.device)
         values = values.masked_fill((rank >= k) & (k > 0), -torch.inf)

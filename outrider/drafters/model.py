@@ -55,7 +55,7 @@ class ModelDrafter:
 
     def _points(self, draft: Draft, frontier: Ints, x: Tensor, width: int, source: int) -> Draft:
         """The `width` largest of x [n, V] below each place, ties to the lowest id."""
-        values, ids = x.sort(-1, descending=True, stable=True) if width > 1 else _first(x)
+        values, ids = x.sort(dim=-1, descending=True, stable=True) if width > 1 else _first(x)
         share = torch.exp(values[:, :width] - torch.logsumexp(x, -1, keepdim=True))
         good = torch.isfinite(values[:, :width]).flatten().cpu().numpy()
         parents = np.repeat(frontier, width)[good] if width <= x.shape[-1] else np.repeat(frontier, x.shape[-1])[good]

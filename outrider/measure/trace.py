@@ -14,7 +14,7 @@ def stats(records: list[StepRecord], request: str) -> dict[str, Any]:
     """The figures of one request. `seconds` are those of the steps it took part in; an unknown joule is None."""
     at = [(r, r.requests.index(request)) for r in records]
     drafted, accepted, emitted, discarded = ([getattr(r, f)[i] for r, i in at] for f in ("drafted", "accepted", "emitted", "discarded"))
-    joules = [r.reading.joules for r, _ in at]
+    known = [r.reading.joules for r, _ in at if r.reading.joules is not None]
     seconds: Counter[str] = Counter()
     for r, _ in at:
         seconds.update(r.seconds)
@@ -34,7 +34,16 @@ def stats(records: list[StepRecord], request: str) -> dict[str, Any]:
         "per_step_drafted": drafted,
         "seconds": sum(r.reading.seconds for r, _ in at),
         "seconds_by_stage": dict(seconds),
-        "joules": None if not joules or None in joules else sum(joules),  # type: ignore[arg-type]
+        "joules": sum(known) if at and len(known) == len(at) else None,
         "meter": at[0][0].reading.source if at else "none",
         "reasons": dict(Counter(r.reason for r, _ in at)),
     }
+
+
+def repetition(texts: list[list[int]], n: int = 8) -> float:
+    """Share of the n-grams of generated texts that occurred before in the same text. A loop is near 1."""
+    seen = total = 0
+    for text in texts:
+        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+        seen, total = seen + len(grams) - len(set(grams)), total + len(grams)
+    return seen / total if total else 0.0

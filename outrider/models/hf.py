@@ -96,7 +96,9 @@ class HFView(HFModel):
 
     def __init__(self, owner: HFModel, layers: tuple[int, ...]) -> None:
         if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= owner.spec.layers:
-            raise OutriderError(f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers")
+            raise OutriderError(
+                f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers"
+            )
         self.__dict__.update(owner.__dict__)
         self.module = _with_layers(owner.module, layers)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
@@ -140,7 +142,7 @@ def _with_layers(module: nn.Module, layers: tuple[int, ...]) -> nn.Module:
             stack = old._modules[name]
             assert isinstance(stack, nn.ModuleList)
             new._modules[name] = nn.ModuleList([stack[i] for i in layers])
-            config = copy.copy(old.config)
+            config: Any = copy.copy(old.config)
             if getattr(config, "layer_types", None):
                 config.layer_types = [config.layer_types[i] for i in layers]
             config.num_hidden_layers = len(layers)

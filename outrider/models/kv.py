@@ -168,9 +168,7 @@ class Rows:
         sees = [row.base + row.scratch.index(n) for n in path]
         return int(draft.token[node]), row.base + len(path) - 1, sees[-1], sees
 
-    def _arrays(
-        self, held: list[Row], lines: list[list[tuple[int, int, int, list[int]]]], draft: Draft, out_row: Ints, out_col: Ints
-    ) -> Layout:
+    def _arrays(self, held: list[Row], lines: list[list[tuple[int, int, int, list[int]]]], draft: Draft, out_row: Ints, out_col: Ints) -> Layout:
         width = max(map(len, lines))
         top = max(row.base + len(row.scratch) for row in held)
         if top >= self.capacity:
@@ -286,7 +284,7 @@ class SlotCache(Store):
     def __init__(self, layers: int, rows: int, context: int) -> None:
         self.aim, capacity = Aim(), slots_for(context)
         self.layers = [SlotLayer(self.aim, rows, capacity) for _ in range(layers)]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=list(self.layers))
 
     def _tensors(self) -> list[Tensor]:
         return [x for layer in self.layers for x in (layer.keys, layer.values) if x is not None]

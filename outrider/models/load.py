@@ -75,7 +75,9 @@ def locate(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as failed:
-        raise OutriderError(f"there is no folder {path}, and as a hub id it could not be fetched", str(failed).split("\n")[0], "a local folder") from failed
+        raise OutriderError(
+            f"there is no folder {path}, and as a hub id it could not be fetched", str(failed).split("\n")[0], "a local folder"
+        ) from failed
 
 
 def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
@@ -119,7 +121,9 @@ def refuse_unfit(config: Any, name: str) -> None:
         else "its ALiBi positions do not fit draft trees yet" if alibi else None
     )  # fmt: skip
     if reason or getattr(config, "is_encoder_decoder", False):
-        raise OutriderError(f"{name} ({text.model_type}) cannot run here", reason or "it is an encoder-decoder", "a decoder of full or sliding attention layers")
+        raise OutriderError(
+            f"{name} ({text.model_type}) cannot run here", reason or "it is an encoder-decoder", "a decoder of full or sliding attention layers"
+        )
 
 
 def context_of(config: Any, asked: int | None) -> int:
@@ -176,7 +180,8 @@ def load_model(
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
     with _quiet():
-        module = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(where)
+        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        module = module.to(where)
     model = wrap(module, name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan)
     if check:
         self_check(model)
@@ -220,7 +225,8 @@ def _quiet() -> Any:
 def self_check(model: HFModel) -> None:
     """One ragged tree step against recomputation without a cache; OutriderError where they differ.
 
-    Two rows (one if there is no more) of different length; one node has a sibling, one a child.
+    Two rows (one if there is no more) of different length; one node has a sibling, one a child. A routed model in
+    half precision may be off at a quarter of the places: rounding flips the choice of an expert.
     """
     count = min(2, len(model.rows.all))
     texts = [[(7 * i + 3 * r + 1) % model.spec.vocab_size for i in range(5 - 2 * r)] for r in range(count)]
@@ -234,21 +240,23 @@ def self_check(model: HFModel) -> None:
     try:
         model.prefill(seqs)
         found = model.score(seqs, draft, places).logits.float()
+        errors = []
         for place, got in zip(places.tolist(), found, strict=True):
             row = ~place if place < 0 else int(draft.row[place])
             text = texts[row] + draft.token[tree.ancestors(draft, place)].tolist()
             want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1].float()
-            error = float((got - want).abs().max() / want.std().clamp_min(1e-9))
-            if not error < TOLERANCE.get(model.dtype, 0.25):
-                raise OutriderError(
-                    f"{model.spec.name} ({type(model.module).__name__}) fails the load-time check",
-                    f"a tree step differs from recomputation by {error:.2g} of the logits' spread",
-                    "another target or draft; this class needs its own cache support",
-                )
+            errors.append(float((got - want).abs().max() / want.std().clamp_min(1e-9)))
+        routed = any(getattr(model.module.config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
+        spared = len(errors) // 4 if routed and model.dtype not in TOLERANCE else 0
+        if not sorted(errors)[len(errors) - 1 - spared] < TOLERANCE.get(model.dtype, 0.25):
+            raise OutriderError(
+                f"{model.spec.name} ({type(model.module).__name__}) fails the load-time check",
+                f"a tree step differs from recomputation by {max(errors):.2g} of the logits' spread",
+                "another target or draft; this class needs its own cache support",
+            )
     finally:
         for seq in seqs:
             model.close(seq)
         for row in model.rows.all:
             row.text = []
         model.forwards = model.computed = model.rows.reused = 0
-

@@ -145,18 +145,43 @@ def quote(rng: random.Random) -> list[Message]:
 
 def order(rng: random.Random) -> list[Message]:
     words = rng.sample(sorted({*THINGS, *COLOURS, *(made_up_word(rng) for _ in range(6))}), rng.randint(3, 7))
-    how, key = rng.choice([("in alphabetical order", sorted), ("in reverse", lambda w: w[::-1]), ("in capitals", lambda w: [x.upper() for x in w])])
+    ways: list[tuple[str, Callable[[list[str]], list[str]]]] = [
+        ("in alphabetical order", sorted),
+        ("in reverse", lambda w: w[::-1]),
+        ("in capitals", lambda w: [x.upper() for x in w]),
+    ]
+    how, key = rng.choice(ways)
     return _one_turn(f"Write these words {how}: {', '.join(words)}", ", ".join(key(words)))
 
 
 TOOLS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
     # name: (arguments, question, fields of the result, answer)
     "get_weather": (("city",), "What is the weather like in {city}?", "degrees wind", "In {city} it is {degrees} degrees with wind at {wind} km/h."),
-    "find_flight": (("origin", "city", "day"), "Find me a flight from {origin} to {city} on day {day}.", "flight price", "Flight {flight} from {origin} to {city} on day {day} costs {price} coins."),
-    "order_item": (("item", "count"), "Please order {count} {item}s.", "order total", "I ordered {count} {item}s. Your order number is {order} and the total is {total} coins."),
+    "find_flight": (
+        ("origin", "city", "day"),
+        "Find me a flight from {origin} to {city} on day {day}.",
+        "flight price",
+        "Flight {flight} from {origin} to {city} on day {day} costs {price} coins.",
+    ),
+    "order_item": (
+        ("item", "count"),
+        "Please order {count} {item}s.",
+        "order total",
+        "I ordered {count} {item}s. Your order number is {order} and the total is {total} coins.",
+    ),
     "look_up_person": (("name",), "Where does {name} live?", "city phone", "{name} lives in {city}. The phone number is {phone}."),
-    "book_room": (("city", "day", "count"), "Book a room in {city} on day {day} for {count} nights.", "room price", "Room {room} in {city} is booked from day {day} for {count} nights. It costs {price} coins."),
-    "set_reminder": (("item", "day"), "Remind me about the {item} on day {day}.", "code", "Done. I will remind you about the {item} on day {day}. The code is {code}."),
+    "book_room": (
+        ("city", "day", "count"),
+        "Book a room in {city} on day {day} for {count} nights.",
+        "room price",
+        "Room {room} in {city} is booked from day {day} for {count} nights. It costs {price} coins.",
+    ),
+    "set_reminder": (
+        ("item", "day"),
+        "Remind me about the {item} on day {day}.",
+        "code",
+        "Done. I will remind you about the {item} on day {day}. The code is {code}.",
+    ),
 }
 
 

@@ -31,8 +31,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
 
         target = reference.target()
         drafters = [f"model:{reference.draft()}"] if drafters is None else drafters
-    specs = ["lookup"] if drafters is None else list(drafters)
-    how = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk}
+    specs: list[str | Drafter] = ["lookup"] if drafters is None else list(drafters)
+    how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk}
     _refuse_unknown(specs)
     _refuse_too_large(target, specs, s)
     model, tokenizer, memory = models.load_model(target, context=s.context, name="target", **how)

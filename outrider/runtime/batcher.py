@@ -27,9 +27,9 @@ class Batcher:
 
     def groups(self) -> Iterator[list[Sequence]]:
         """Running sequences that may share a step: greedy ones share with anyone, others with their own rule."""
-        rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0))
-        first = rules[0] if rules else None
-        for rule in rules or [None]:
+        rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0)) or ["greedy"]
+        first = rules[0]
+        for rule in rules:
             group = [
                 s for s in self.running
                 if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == first)

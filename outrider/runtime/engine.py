@@ -143,9 +143,7 @@ class Engine:
     def _names(self, source: int) -> str:
         return "+".join(name for name, bit in self.bits.items() if source & bit)
 
-    def _record(
-        self, seqs: list[Sequence], plan: Plan, reason: str, draft: Draft, outcome: Outcome, emitted: list[list[int]], clock: Clock
-    ) -> None:
+    def _record(self, seqs: list[Sequence], plan: Plan, reason: str, draft: Draft, outcome: Outcome, emitted: list[list[int]], clock: Clock) -> None:
         credit: Counter[tuple[str, int]] = Counter()
         for path in outcome.paths:
             for n in path:

@@ -56,7 +56,8 @@ def distil_loss(teacher: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
 
 def distill(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None]) -> None:
     """Train the recipe's draft against work/target and export it to work/draft."""
-    teacher = AutoModelForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16).to(device).eval().requires_grad_(False)
+    teacher: Any = AutoModelForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16)
+    teacher = teacher.to(device).eval().requires_grad_(False)
     student = new_model(recipe["draft"], recipe["shared"], recipe["seed"] + 1).to(device, torch.bfloat16)
     weights = {n: d["weight"] for n, d in recipe["corpus"].items()}
     streams = Mixed(work / "corpus", weights, recipe["distill"]["own"], recipe["seed"] + 1)

@@ -50,7 +50,7 @@ class Schedule:
         return max(0.0, min(1.0, (done + 1e-3) / self.warmup, (1 - done) / self.cooldown))
 
 
-def new_model(shape: dict[str, int], shared: dict[str, int], seed: int) -> LlamaForCausalLM:
+def new_model(shape: dict[str, Any], shared: dict[str, Any], seed: int) -> Any:
     """A Llama with tied embeddings and random weights; ids 0, 1 and 6 are begin, end and padding."""
     torch.manual_seed(seed)
     config = LlamaConfig(**shape, **shared, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=6)
@@ -162,7 +162,7 @@ def held_out(model: nn.Module, streams: Streams, chars: dict[str, int], windows:
     return table
 
 
-def export(model: LlamaForCausalLM, tokenizer: Path, folder: Path, facts: dict[str, Any]) -> None:
+def export(model: Any, tokenizer: Path, folder: Path, facts: dict[str, Any]) -> None:
     """A folder that plain transformers loads: bfloat16 safetensors, tokenizer, and training.json with the facts."""
     import shutil
 

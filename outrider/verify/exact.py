@@ -57,13 +57,13 @@ class MultiRound:
             lines = {r: table.get(int(place[r]), []) for r in walking.tolist()}
             q_of: dict[int, Tensor] = {}
             for round_ in range(max(map(len, lines.values()), default=0)):
-                trying = np.array([r for r in walking if stepped[r] < 0 and round_ < len(lines[r])], np.int64)
+                trying = np.array([r for r in walking.tolist() if stepped[r] < 0 and round_ < len(lines[r])], np.int64)
                 if not len(trying):
                     break
                 nodes = np.array([lines[r][round_] for r in trying])
                 taken = self._try(draft, nodes, trying, residual, q_of, noise, within)
                 stepped[trying[taken]] = nodes[taken]
-            for r in np.flatnonzero(stepped >= 0):
+            for r in np.flatnonzero(stepped >= 0).tolist():
                 paths[r].append(int(stepped[r]))
                 place[r] = stepped[r]
                 residual[r] = p[rows + stepped[r]]
@@ -103,4 +103,4 @@ class MultiRound:
         return q_of[name] if name in q_of else draft.q[name].to(like)
 
 
-RULES = {"greedy": Greedy, "coupled": Coupled, "exact": MultiRound}
+RULES: dict[str, type[Greedy] | type[Coupled] | type[MultiRound]] = {"greedy": Greedy, "coupled": Coupled, "exact": MultiRound}

@@ -1,0 +1,50 @@
+# `make demo` and `make test` need Python >= 3.11, git and a C compiler; they make .venv and install into it.
+# A torch that PYTHON already has is used as it is. TORCH_INDEX=URL installs torch from that wheel index (a GPU build, say).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
+RECIPE ?= recipes/reference-cpu.toml
+DATA ?= ../shared/data
+
+.PHONY: demo test test-slow test-gpu lint size mutants train clean
+
+demo: $(VENV)/ready
+	$(BIN)/outrider demo
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest -n auto
+
+test-slow: $(VENV)/ready
+	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+
+test-gpu: $(VENV)/ready
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check outrider tests
+	$(BIN)/ruff format --check outrider tests
+	$(BIN)/mypy outrider
+	$(BIN)/lint-imports
+
+# Puts every known bug back in, one at a time, and checks that its test fails.
+mutants: $(VENV)/ready
+	$(BIN)/python tests/mutants.py
+
+size:
+	@git ls-files 'outrider/*.py' | xargs wc -l | sort -n | tail -25
+
+# Trains the reference pair; the same command resumes. See recipes/ and outrider/reference/MODEL_CARD.md.
+train: $(VENV)/ready
+	$(BIN)/outrider train pretrain --recipe $(RECIPE) --data $(DATA)
+	$(BIN)/outrider train distill --recipe $(RECIPE)
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
+	$(if $(HAS_TORCH),,$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch)
+	$(PIP) install -q $(if $(HAS_TORCH),,-c constraints.txt) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

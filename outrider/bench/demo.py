@@ -1,0 +1,152 @@
+"""The main job, shown: three texts, each written plainly and speculatively, and what came of it.
+
+The plain runtime has no drafter loaded. The runs of a text alternate; times are medians; texts are compared by token
+ids and finish reason.
+"""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import outrider
+from outrider import reference
+from outrider.runtime.door import Generation, Runtime
+
+COLOURS = {"target": "white", "model": "green", "lookup": "cyan", "lookup+model": "yellow"}
+
+STORY = "Once upon a time, a little owl named Odo was afraid of the dark. Every night he asked his mother to keep the moon on."
+CODE = '''"""Helpers for reading small settings files."""
+
+import os
+
+
+class Settings:
+    """A set of named values read from a file."""
+
+    def __init__(self, path):
+        self.path = path
+        self.values = {}
+
+    def read(self):
+'''
+DIALOGUE = [
+    {"role": "system", "content": 'You can call these tools:\n{"name": "find_flight", "arguments": ["origin", "city", "day"]}'},
+    {"role": "user", "content": "Find me a flight from Tromso to Gandokar on day 21."},
+    {"role": "assistant", "content": '{"name": "find_flight", "arguments": {"origin": "Tromso", "city": "Gandokar", "day": 21}}'},
+    {"role": "tool", "content": '{"flight": "BEKO417", "price": 3150}'},
+    {"role": "assistant", "content": "Flight BEKO417 from Tromso to Gandokar on day 21 costs 3150 coins."},
+    {
+        "role": "user",
+        "content": "Copy the following text word for word:\nNila packed the orange kettle in Tromso. On day 21, Nila carried 14 bottles. "
+        "The mirror of Odo costs 318 coins in Gandokar. Nila wrote the word zenkolipa on a green ticket. Odo measured the brown bridge in Tromso. "
+        "On day 34, Odo described 6 ladders. The basket of Nila costs 77 coins in Gandokar. Odo wrote the word lormatisu on a white camera.",
+    },
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A text to write and who may draft it."""
+
+    title: str
+    prompt: Any
+    drafters: tuple[str, ...]
+
+
+SCENES = (
+    Scene("a story", STORY, ("model",)),
+    Scene("a piece of code", CODE, ("lookup", "model")),
+    Scene("a dialogue with copying", DIALOGUE, ("lookup",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Both runs of a scene; seconds are medians over the rounds."""
+
+    scene: Scene
+    plain: Generation
+    fast: Generation
+    plain_seconds: float
+    fast_seconds: float
+
+    @property
+    def identical(self) -> bool:
+        return (self.plain.tokens, self.plain.finish_reason) == (self.fast.tokens, self.fast.finish_reason)
+
+
+def run(max_tokens: int = 128, rounds: int = 3, console: Console | None = None, **settings: Any) -> list[Result]:
+    """Write every scene plainly and speculatively, print it all, and return the results."""
+    console = console or Console()
+    with console.status("loading the reference pair"):
+        plain = outrider.load(reference.target(), drafters=[], rows=1, **settings)
+        fast = outrider.load(reference.target(), drafters=["lookup", f"model:{reference.draft()}"], rows=1, **{"depth": 4, **settings})
+        for rt in (plain, fast):
+            rt.generate("Warm up", max_tokens=8)
+    results = []
+    for scene in SCENES:
+        with console.status(f"writing {scene.title}"):
+            results.append(_play(plain, fast, scene, max_tokens, rounds))
+        _show(results[-1], fast.tokenizer, console)
+    console.print(legend())
+    console.print(table(results))
+    return results
+
+
+def _play(plain: Runtime, fast: Runtime, scene: Scene, max_tokens: int, rounds: int) -> Result:
+    once: list[Generation] = []
+    seconds: dict[str, list[float]] = {"plain": [], "fast": []}
+    for _ in range(rounds):
+        once = [_write(plain, scene, max_tokens, "off"), _write(fast, scene, max_tokens, list(scene.drafters))]
+        for name, out in zip(seconds, once, strict=True):
+            seconds[name].append(out.stats["seconds"] - out.stats["seconds_by_stage"].get("prefill", 0.0))
+    return Result(scene, once[0], once[1], median(seconds["plain"]), median(seconds["fast"]))
+
+
+def _write(rt: Runtime, scene: Scene, max_tokens: int, speculation: Any) -> Generation:
+    ask = rt.generate if isinstance(scene.prompt, str) else rt.chat
+    out: Generation = ask(scene.prompt, max_tokens=max_tokens, speculation=speculation)
+    return out
+
+
+def coloured(out: Generation, tokenizer: Any) -> Text:
+    """The generated text, each token in the colour of its origin."""
+    text, told = Text(), ""
+    for i, origin in enumerate(out.origins, 1):
+        whole = tokenizer.decode(out.tokens[:i], skip_special_tokens=True, clean_up_tokenization_spaces=False).rstrip("\ufffd")
+        text.append(whole[len(told) :], style=COLOURS.get(origin, "magenta"))
+        told = whole
+    return text
+
+
+def legend() -> Text:
+    """Which colour is whose."""
+    names = {"target": "the target itself", "model": "draft model", "lookup": "lookup in the text", "lookup+model": "both"}
+    return Text("tokens by origin: ").append(Text("  ").join(Text(f"\u25a0 {label}", style=COLOURS[n]) for n, label in names.items()))
+
+
+def _show(result: Result, tokenizer: Any, console: Console) -> None:
+    console.rule(f"[bold]{result.scene.title}[/bold]")
+    prompt = result.scene.prompt
+    console.print(Text(prompt if isinstance(prompt, str) else prompt[-1]["content"], style="dim"))
+    console.print(coloured(result.fast, tokenizer))
+
+
+def table(results: list[Result]) -> Table:
+    """The figures of all scenes."""
+    out = Table("text", "drafted by", title="plain against speculative (greedy, float32, decoding only, median of the rounds)")
+    for head in ("tokens", "plain tok/s", "speculative tok/s", "ratio", "tokens per target call", "accepted", "identical text"):
+        out.add_column(head, justify="right")
+    for r in results:
+        n, stats = len(r.fast.tokens), r.fast.stats
+        rate = stats["draft_acceptance_rate"]
+        out.add_row(
+            r.scene.title, " + ".join(r.scene.drafters), str(n), f"{n / r.plain_seconds:.0f}", f"{n / r.fast_seconds:.0f}",
+            f"{r.plain_seconds / r.fast_seconds:.2f}x", f"{stats['mean_acceptance_length']:.2f}", "-" if rate is None else f"{rate:.0%}",
+            "yes" if r.identical else "NO",
+        )  # fmt: skip
+    return out

@@ -1,0 +1,208 @@
+"""The command line. Every command imports what it needs when it runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.core.errors import OutriderError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Speculative text generation: the same text, sooner."
+)
+train = typer.Typer(no_args_is_help=True, help="Train a target and its draft from a recipe (resumes where it stopped).")
+app.add_typer(train, name="train")
+
+Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; default: the embedded reference pair.")]
+Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
+Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]
+Depth = Annotated[int, typer.Option(help="Tokens drafted ahead.")]
+Width = Annotated[int, typer.Option(help="Children of each draft node.")]
+Budget = Annotated[int, typer.Option(help="Most draft nodes a step (0: no limit).")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Context = Annotated[int | None, typer.Option(help="Tokens a text can hold.")]
+Tokens = Annotated[int, typer.Option(help="Most tokens to write.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="0 is off.")]
+TopP = Annotated[float, typer.Option()]
+MinP = Annotated[float, typer.Option()]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text, whoever drafts.")]
+RuleName = Annotated[str | None, typer.Option("--rule", help="exact or coupled; default: coupled with a seed, exact without.")]
+Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The last line of the output is one JSON document.")]
+
+
+def _load(target: str | None, draft: str | None, drafters: str | None, **settings: Any) -> Any:
+    """The runtime, with a sign of life while it loads."""
+    from rich.console import Console
+
+    import outrider
+
+    names = None if drafters is None else [] if drafters == "off" else [d for d in drafters.split(",") if d]
+    if draft:
+        names = [*(names or []), f"model:{draft}"]
+    with Console(stderr=True).status("loading"):
+        return outrider.load(target, names, **settings)
+
+
+def _prompt(given: str) -> str:
+    """The text itself, the content of a file, or standard input for '-'."""
+    if given != "-" and not _is_file(given):
+        return given
+    raw = sys.stdin.buffer.read() if given == "-" else Path(given).read_bytes()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as bad:
+        where = "standard input" if given == "-" else given
+        raise OutriderError(f"{where} is not UTF-8 text", f"byte {bad.start} is {raw[bad.start]:#04x}", "converting it, e.g. iconv -t utf-8") from bad
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+@app.command()
+def demo(
+    max_tokens: Tokens = 128, depth: Depth = 4, rounds: Annotated[int, typer.Option(help="Timed repeats.")] = 3, device: Device = "auto"
+) -> None:
+    """A story, a piece of code and a dialogue, plain and speculative, by the reference pair."""
+    from outrider.bench import demo as show
+
+    results = show.run(max_tokens, rounds, depth=depth, device=device, dtype="float32")
+    if not all(r.identical for r in results):
+        raise OutriderError("a speculative text differs from the plain one", "this is a bug", "reporting it with the output above")
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="Text, a file, or - for standard input.")],
+    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Depth = 4, width: Width = 1, budget: Budget = 0,
+    max_tokens: Tokens = 256, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, min_p: MinP = 0.0,
+    seed: Seed = None, rule: RuleName = None, stop: Stop = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
+    logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of that many tokens beside the chosen one.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Write a continuation of PROMPT."""
+    text = _prompt(prompt)
+    rt = _load(target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, rows=1)
+    knobs = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule,
+        "stop": tuple(stop or ()), "logprobs": logprobs,
+    }  # fmt: skip
+    asked = [{"role": "user", "content": text}] if chat else text
+    if as_json:
+        _print_json(rt.chat(asked, **knobs) if chat else rt.generate(text, **knobs))
+        return
+    for chunk in rt.stream(asked, **knobs):
+        print(chunk.text, end="", flush=True)
+    print()
+
+
+def _print_json(out: Any) -> None:
+    fields = ("text", "tokens", "prompt_tokens", "origins", "finish_reason", "lossless", "usage", "logprobs", "stats")
+    print(json.dumps({f: getattr(out, f) for f in fields}, ensure_ascii=False))
+
+
+@app.command()
+def chat(
+    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Depth = 4, max_tokens: Tokens = 256,
+    temperature: Temperature = 0.0, seed: Seed = None, device: Device = "auto", dtype: DType = "auto",
+    system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
+) -> None:  # fmt: skip
+    """Talk with the target. Earlier turns are not computed again. An empty line or Ctrl-D ends it."""
+    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, rows=1)
+    messages = [{"role": "system", "content": system}] if system else []
+    while line := _ask():
+        messages.append({"role": "user", "content": line})
+        said = ""
+        for chunk in rt.stream(messages, max_tokens=max_tokens, temperature=temperature, seed=seed):
+            print(chunk.text, end="", flush=True)
+            said += chunk.text
+        print()
+        messages.append({"role": "assistant", "content": said})
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+    except UnicodeDecodeError as bad:
+        raise OutriderError("standard input is not UTF-8 text", str(bad), "converting it, e.g. iconv -t utf-8") from bad
+
+
+Recipe = Annotated[Path, typer.Option(help="A TOML file such as recipes/reference-cpu.toml.")]
+Data = Annotated[Path, typer.Option(help="Folder that holds corpus/.")]
+Work = Annotated[Path | None, typer.Option(help="Where streams, checkpoints and results go; default .train/RECIPE.")]
+
+
+def _training(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
+    import tomllib
+
+    if not recipe.is_file():
+        raise OutriderError(f"there is no recipe {recipe}", "", "recipes/reference-cpu.toml")
+    try:
+        return tomllib.loads(recipe.read_text("utf-8")), work or Path(".train") / recipe.stem
+    except tomllib.TOMLDecodeError as bad:
+        raise OutriderError(f"{recipe} is not TOML", str(bad), "mending the line it names") from bad
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@train.command()
+def pretrain(recipe: Recipe, data: Data, work: Work = None, device: Device = "auto") -> None:
+    """Tokenizer, token streams and the target."""
+    from outrider.models.load import pick_device
+    from outrider.train import corpus
+    from outrider.train.pretrain import pretrain as job
+
+    settings, folder = _training(recipe, work)
+    shared = settings["shared"]
+    corpus.build(settings["corpus"], data, folder / "corpus", shared["vocab_size"], shared["max_position_embeddings"], _say)
+    job(settings, folder, str(pick_device(device)), _say)
+
+
+@train.command()
+def distill(recipe: Recipe, work: Work = None, device: Device = "auto") -> None:
+    """Let the target write, distil the draft from it, and measure how well they agree."""
+    from outrider.models.load import pick_device
+    from outrider.train.collect import collect
+    from outrider.train.fit import distill as job
+    from outrider.train.judge import judge
+
+    settings, folder = _training(recipe, work)
+    where = str(pick_device(device))
+    if not (folder / "target" / "model.safetensors").exists():
+        raise OutriderError(f"{folder} holds no trained target", "", f"outrider train pretrain --recipe {recipe} first")
+    for stage in (collect, job, judge):
+        stage(settings, folder, where, _say)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 refused (with what, why and what to try), 130 interrupted."""
+    try:
+        app(standalone_mode=False)
+    except OutriderError as refused:
+        print(f"outrider: {refused}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("\noutrider: interrupted; nothing was lost", file=sys.stderr)
+        sys.exit(130)
+    except Exception as usage:
+        if not hasattr(usage, "show"):  # not one of the parser's own errors
+            raise
+        usage.show()
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
