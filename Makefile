@@ -38,7 +38,9 @@ size:
 # Trains the reference pair; the same command resumes. See recipes/ and outrider/reference/MODEL_CARD.md.
 train: $(VENV)/ready
 	$(BIN)/outrider train pretrain --recipe $(RECIPE) --data $(DATA)
+	$(BIN)/outrider train collect --recipe $(RECIPE)
 	$(BIN)/outrider train distill --recipe $(RECIPE)
+	$(BIN)/outrider train judge --recipe $(RECIPE)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)

@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs when it runs."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,6 +141,7 @@ def _ask() -> str:
 
 Recipe = Annotated[Path, typer.Option(help="A TOML file such as recipes/reference-cpu.toml.")]
 Data = Annotated[Path, typer.Option(help="Folder that holds corpus/.")]
+Piece = Annotated[float, typer.Option(help="Stop after that many minutes; the same command goes on later.")]
 Work = Annotated[Path | None, typer.Option(help="Where streams, checkpoints and results go; default .train/RECIPE.")]
 
 
@@ -159,7 +161,7 @@ def _say(line: str) -> None:
 
 
 @train.command()
-def pretrain(recipe: Recipe, data: Data, work: Work = None, device: Device = "auto") -> None:
+def pretrain(recipe: Recipe, data: Data, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
     """Tokenizer, token streams and the target."""
     from outrider.models.load import pick_device
     from outrider.train import corpus
@@ -168,23 +170,41 @@ def pretrain(recipe: Recipe, data: Data, work: Work = None, device: Device = "au
     settings, folder = _training(recipe, work)
     shared = settings["shared"]
     corpus.build(settings["corpus"], data, folder / "corpus", shared["vocab_size"], shared["max_position_embeddings"], _say)
-    job(settings, folder, str(pick_device(device)), _say)
+    job(settings, folder, str(pick_device(device)), _say, piece)
+
+
+def _stage(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
+    settings, folder = _training(recipe, work)
+    if not (folder / "target" / "model.safetensors").exists():
+        raise OutriderError(f"{folder} holds no trained target", "", f"outrider train pretrain --recipe {recipe} first")
+    return settings, folder
 
 
 @train.command()
-def distill(recipe: Recipe, work: Work = None, device: Device = "auto") -> None:
-    """Let the target write, distil the draft from it, and measure how well they agree."""
+def collect(recipe: Recipe, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
+    """Let the target write: its own text is what a draft learns from."""
     from outrider.models.load import pick_device
-    from outrider.train.collect import collect
-    from outrider.train.fit import distill as job
-    from outrider.train.judge import judge
+    from outrider.train.collect import collect as job
 
-    settings, folder = _training(recipe, work)
-    where = str(pick_device(device))
-    if not (folder / "target" / "model.safetensors").exists():
-        raise OutriderError(f"{folder} holds no trained target", "", f"outrider train pretrain --recipe {recipe} first")
-    for stage in (collect, job, judge):
-        stage(settings, folder, where, _say)
+    job(*_stage(recipe, work), str(pick_device(device)), _say, piece)
+
+
+@train.command()
+def distill(recipe: Recipe, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
+    """Distil the draft from the target."""
+    from outrider.models.load import pick_device
+    from outrider.train.fit import distill as job
+
+    job(*_stage(recipe, work), str(pick_device(device)), _say, piece)
+
+
+@train.command()
+def judge(recipe: Recipe, work: Work = None, device: Device = "auto") -> None:
+    """Measure how well draft and target agree, by category."""
+    from outrider.models.load import pick_device
+    from outrider.train.judge import judge as job
+
+    job(*_stage(recipe, work), str(pick_device(device)), _say)
 
 
 def main() -> None:

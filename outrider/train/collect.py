@@ -4,6 +4,7 @@ It runs on the project's own runtime, plain, many rows at a time, greedy and sam
 stream, so that an interrupted run loses at most a batch and the next one goes on.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,8 +35,8 @@ def prompts(streams: Streams, length: int) -> Iterator[list[int]]:
         yield text[: asks[turn] + 1 if len(asks) else length].tolist()
 
 
-def collect(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None]) -> None:
-    """Append the target's texts to work/corpus/own.train.bin until the recipe's minutes are spent."""
+def collect(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None], piece: float = math.inf) -> None:
+    """Append the target's texts to work/corpus/own.train.bin until the recipe's minutes are spent, `piece` of them now."""
     import outrider
 
     section = recipe["collect"]
@@ -48,8 +49,8 @@ def collect(recipe: dict[str, Any], work: Path, device: str, progress: Callable[
     context = LONGEST + section["length"] + 1
     rt = outrider.load(work / "target", drafters=[], device=device, dtype="bfloat16", rows=section["rows"], context=context)
     torch.manual_seed(seed)
-    count = 0
-    while spent < seconds:
+    count, stop = 0, spent + piece * 60
+    while spent < min(seconds, stop):
         began = time.monotonic()
         temperatures = np.resize(section["temperatures"], section["rows"])
         settings = [SamplingParams(temperature=float(t), max_tokens=section["length"]) for t in temperatures]

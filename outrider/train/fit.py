@@ -4,6 +4,7 @@ Half of what it reads is the target's own text, because that is what it will hav
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,15 @@ def distil_loss(teacher: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
     return both
 
 
-def distill(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None]) -> None:
-    """Train the recipe's draft against work/target and export it to work/draft."""
+def distill(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None], piece: float = math.inf) -> None:
+    """Train the recipe's draft against work/target, `piece` minutes at most now; when it is done, export it to work/draft."""
     teacher: Any = AutoModelForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16)
     teacher = teacher.to(device).eval().requires_grad_(False)
     student = new_model(recipe["draft"], recipe["shared"], recipe["seed"] + 1).to(device, torch.bfloat16)
     weights = {n: d["weight"] for n, d in recipe["corpus"].items()}
     streams = Mixed(work / "corpus", weights, recipe["distill"]["own"], recipe["seed"] + 1)
-    train(student, Schedule.of(recipe["distill"]), streams, distil_loss(teacher), work / "draft.ckpt", progress)
+    if not train(student, Schedule.of(recipe["distill"]), streams, distil_loss(teacher), work / "draft.ckpt", progress, piece):
+        return
     chars = json.loads((work / "corpus/chars.json").read_text())
     table = held_out(student, Streams(work / "corpus", weights, "held", 0), chars)
     progress(f"held-out loss {table['all']['nats']:.3f} nats, {table['all']['bits_per_char']:.3f} bits a character")

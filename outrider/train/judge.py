@@ -43,7 +43,7 @@ def agreement(target: Path, draft: Path, cases: dict[str, list[list[int]]], devi
 def cases(tokenizer: Any, work: Path, recipe: dict[str, Any], count: int = 12) -> dict[str, list[list[int]]]:
     """Our benchmark prompts by category, and `count` held-out in-domain prompts of every corpus."""
     ours = {c: [p.encode(tokenizer) for p in prompts.load(c)] for c in prompts.CATEGORIES}
-    for name in recipe["corpus"]:
+    for name in (n for n, d in recipe["corpus"].items() if d["weight"] > 0):
         source = held_out_prompts(Streams(work / "corpus", {name: 1.0}, "held", 7), recipe["collect"]["prompt"])
         ours[f"held-out {name}"] = [next(source) for _ in range(count)]
     return ours

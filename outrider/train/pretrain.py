@@ -115,8 +115,13 @@ def save_checkpoint(file: Path, state: dict[str, Any]) -> None:
         ) from broken
 
 
-def train(model: nn.Module, schedule: Schedule, streams: Streams, loss_of: Loss, file: Path, progress: Callable[[str], None]) -> nn.Module:
-    """Train in place until the minutes are spent; resumes from `file` where it exists. Returns the model."""
+def train(
+    model: nn.Module, schedule: Schedule, streams: Streams, loss_of: Loss, file: Path, progress: Callable[[str], None], piece: float = math.inf
+) -> bool:
+    """Train in place until the minutes are spent, or `piece` minutes of them now; resumes from `file` where it exists.
+
+    Returns whether the schedule is complete.
+    """
     device = next(model.parameters()).device
     masters, spent, steps, tokens = Masters(model, schedule), 0.0, 0, 0
     if file.exists():
@@ -130,8 +135,8 @@ def train(model: nn.Module, schedule: Schedule, streams: Streams, loss_of: Loss,
         rng = streams.rng.bit_generator.state
         save_checkpoint(file, {"masters": masters.state(), "spent": spent, "steps": steps, "tokens": tokens, "rng": rng})
 
-    saved, mean = spent, math.nan
-    while spent < schedule.minutes * 60:
+    saved, mean, stop = spent, math.nan, spent + piece * 60
+    while spent < min(schedule.minutes * 60, stop):
         began, done = time.monotonic(), spent / (schedule.minutes * 60)
         batch = torch.from_numpy(streams.batch(*schedule.shape(done))).to(device)
         loss = loss_of(model, batch)
@@ -146,7 +151,7 @@ def train(model: nn.Module, schedule: Schedule, streams: Streams, loss_of: Loss,
             save()
             saved = spent
     save()
-    return model
+    return spent >= schedule.minutes * 60
 
 
 @torch.inference_mode()
@@ -173,13 +178,14 @@ def export(model: Any, tokenizer: Path, folder: Path, facts: dict[str, Any]) -> 
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def pretrain(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None]) -> None:
-    """Train the recipe's target on work/corpus and export it to work/target."""
+def pretrain(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None], piece: float = math.inf) -> None:
+    """Train the recipe's target on work/corpus, `piece` minutes at most now; when it is done, export it to work/target."""
     model = new_model(recipe["target"], recipe["shared"], recipe["seed"]).to(device, torch.bfloat16)
     weights = {n: d["weight"] for n, d in recipe["corpus"].items()}
     loss_of = torch.compile(next_token_loss, dynamic=False)
     streams = Streams(work / "corpus", weights, "train", recipe["seed"])
-    train(model, Schedule.of(recipe["pretrain"]), streams, loss_of, work / "target.ckpt", progress)
+    if not train(model, Schedule.of(recipe["pretrain"]), streams, loss_of, work / "target.ckpt", progress, piece):
+        return
     chars = json.loads((work / "corpus/chars.json").read_text())
     table = held_out(model, Streams(work / "corpus", weights, "held", 0), chars)
     progress(f"held-out loss {table['all']['nats']:.3f} nats, {table['all']['bits_per_char']:.3f} bits a character")
