@@ -209,19 +209,22 @@ def judge(recipe: Recipe, work: Work = None, device: Device = "auto") -> None:
 
 def main() -> None:
     """Exit codes: 0 done, 2 refused (with what, why and what to try), 130 interrupted."""
+    code = 0
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0  # the parser turns Ctrl-C into 130
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
     except OutriderError as refused:
         print(f"outrider: {refused}", file=sys.stderr)
-        sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        print("\noutrider: interrupted; nothing was lost", file=sys.stderr)
-        sys.exit(130)
+        code = 2
     except Exception as usage:
         if not hasattr(usage, "show"):  # not one of the parser's own errors
             raise
         usage.show()
-        sys.exit(2)
+        code = 2
+    if code == 130:
+        print("\noutrider: interrupted; nothing was lost", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,16 @@ from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Ints, Outcome, 
 
 
 class ModelDrafter:
-    """A Drafter over any Model. Rows that would outgrow the model's context get no proposal."""
+    """A Drafter over any Model. Rows that would outgrow the model's context get no proposal.
+
+    vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
+    sizes. Ids beyond it are never proposed; ids the model lacks have probability 0.
+    """
 
     needs = ("tokens",)
 
-    def __init__(self, model: Model, name: str = "model") -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
+        self.model, self.name, self.vocab = model, name, vocab or model.spec.vocab_size
 
     def begin(self, seq: Sequence) -> None:
         self.model.open(seq)
@@ -39,7 +43,7 @@ class ModelDrafter:
         frontier = frontier[length + depth < self.model.spec.context]
         if not len(frontier):
             return draft
-        logits = self.model.score(seqs, draft, frontier).logits
+        logits = self._fit(self.model.score(seqs, draft, frontier).logits)
         if settings.all_greedy:
             return self._points(draft, frontier, process(logits, frontier, draft, settings), width, source)
         rows = tree.row_of(frontier, draft)
@@ -52,6 +56,12 @@ class ModelDrafter:
             return self._sampled(draft, frontier, logp, width, source, noise)
         raced = noise.race(logp, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        missing = self.vocab - logits.shape[-1]
+        if missing == 0:
+            return logits
+        return logits[:, : self.vocab] if missing < 0 else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
     def _points(self, draft: Draft, frontier: Ints, x: Tensor, width: int, source: int) -> Draft:
         """The `width` largest of x [n, V] below each place, ties to the lowest id."""

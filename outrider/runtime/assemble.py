@@ -79,4 +79,4 @@ def _drafter(spec: str | Drafter, target: Any, tokenizer: Any, target_name: str,
         return make(), None
     model, own, plan = models.load_model(path, name=f"draft {Path(path).name}", **how)
     check_pair(tokenizer, own, target_name, path)
-    return make(model, "model"), plan
+    return make(model, "model", target.spec.vocab_size), plan

@@ -1,0 +1,118 @@
+"""The command line: what it prints, its exit codes, and that its options arrive (G5)."""
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tiny import tiny_folders
+
+from outrider import cli, reference
+from outrider.bench import demo
+from outrider.runtime.door import Runtime
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_folders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def outrider(monkeypatch, capsys):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*words: object, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outrider", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as done:
+            code = int(done.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_json_is_the_last_line_and_the_options_arrive(outrider, folders):
+    code, out, _ = outrider(
+        "run", "the quick", "--target", folders["target"], "--draft", folders["draft"], "--depth", 3, "--max-tokens", 20,
+        "--temperature", 0.8, "--seed", 4, "--logprobs", 2, "--json",
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out.splitlines()[-1])
+    assert found["stats"]["drafted"] > 0, "the draft was never asked"
+    assert max(found["stats"]["per_step_drafted"]) == 3
+    assert len(found["tokens"]) == found["usage"]["completion_tokens"] == len(found["origins"]) == len(found["logprobs"]) == 20
+    again = json.loads(outrider("run", "the quick", "--target", folders["target"], "--drafters", "off", "--max-tokens", 20,
+                                "--temperature", 0.8, "--seed", 4, "--json")[1])  # fmt: skip
+    assert again["tokens"] == found["tokens"] and again["stats"]["drafted"] == 0
+
+
+def test_stream_prints_the_text_of_a_file_and_of_standard_input(outrider, folders, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("the lazy dog")
+    how = ("--target", folders["target"], "--max-tokens", 12)
+    text = outrider("run", file, *how)[1]
+    assert text.strip()
+    assert outrider("run", "-", *how, stdin=b"the lazy dog")[1] == text == outrider("run", "the lazy dog", *how)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "says"),
+    [
+        (("run", "-"), b"caf\xe9", "byte 3 is 0xe9"),
+        (("run", "x", "--temperature", "-1"), b"", "temperature=-1.0 is negative"),
+        (("run", "x", "--max-tokens", "0"), b"", "max_tokens=0"),
+        (("run", "x", "--rule", "exct"), b"", "Try: 'exact'"),
+        (("run", "x", "--drafters", "lokup"), b"", "Try: 'lookup'"),
+        (("run", "x", "--target", "/no/such/folder"), b"", "there is no folder /no/such/folder"),
+        (("run", "x", "--max-tokns", "3"), b"", "--max-tokens"),
+        (("train", "pretrain", "--recipe", "none.toml", "--data", "x"), b"", "there is no recipe none.toml"),
+    ],
+)
+def test_bad_input_is_exit_code_2_with_a_sentence(outrider, folders, words, stdin, says):
+    target = () if "--target" in words or words[0] == "train" else ("--target", folders["target"])
+    code, _, err = outrider(*words, *target, stdin=stdin)
+    assert code == 2 and says in err and "Traceback" not in err
+
+
+def test_ctrl_c_in_a_stream_is_exit_code_130_and_frees_the_row(outrider, folders, monkeypatch):
+    runtimes = []
+    step = Runtime.stream
+
+    def interrupted(self, *args, **knobs):
+        runtimes.append(self)
+        for i, chunk in enumerate(step(self, *args, **knobs)):
+            if i == 3:
+                raise KeyboardInterrupt
+            yield chunk
+
+    monkeypatch.setattr(Runtime, "stream", interrupted)
+    code, _, err = outrider("run", "the sea", "--target", folders["target"], "--max-tokens", 50)
+    assert code == 130 and "interrupted" in err
+    assert runtimes[0].engine.batcher.running == [] and runtimes[0].engine.target.rows.active == 0
+
+
+def test_chat_keeps_the_conversation(outrider, folders, monkeypatch):
+    lines = iter(["hello", "and again", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    seen = []
+    stream = Runtime.stream
+    monkeypatch.setattr(Runtime, "stream", lambda self, m, **k: (seen.append([dict(x) for x in m]), stream(self, m, **k))[1])
+    code, *_ = outrider("chat", "--target", folders["target"], "--max-tokens", 5, "--system", "be brief")
+    assert code == 0
+    assert [m["role"] for m in seen[1]] == ["system", "user", "assistant", "user"]
+
+
+def test_demo_shows_origins_and_says_whether_the_texts_are_identical(outrider, folders, monkeypatch):
+    monkeypatch.setattr(reference, "target", lambda: folders["target"])
+    monkeypatch.setattr(reference, "draft", lambda: folders["draft"])
+    monkeypatch.setattr(demo, "SCENES", (demo.Scene("a story", "the quick fox", ("lookup", "model")),))
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = outrider("demo", "--max-tokens", 16, "--rounds", 1)
+    assert code == 0
+    assert "tokens by origin" in out and "draft model" in out
+    row = next(line for line in out.splitlines() if "a story" in line and "│" in line)
+    assert row.rstrip(" │").endswith("yes")
