@@ -70,12 +70,18 @@ def _is_file(name: str) -> bool:
 
 @app.command()
 def demo(
-    max_tokens: Tokens = 128, depth: Depth = 4, rounds: Annotated[int, typer.Option(help="Timed repeats.")] = 3, device: Device = "auto"
-) -> None:
+    max_tokens: Tokens = 128, depth: Depth = 4, rounds: Annotated[int, typer.Option(help="Timed repeats.")] = 3, device: Device = "auto",
+    svg: Annotated[Path | None, typer.Option(help="Also save the output as a picture.")] = None,
+) -> None:  # fmt: skip
     """A story, a piece of code and a dialogue, plain and speculative, by the reference pair."""
+    from rich.console import Console
+
     from outrider.bench import demo as show
 
-    results = show.run(max_tokens, rounds, depth=depth, device=device, dtype="float32")
+    console = Console(record=svg is not None, width=118 if svg else None)
+    results = show.run(max_tokens, rounds, console, depth=depth, device=device, dtype="float32")
+    if svg:
+        console.save_svg(str(svg), title="outrider demo")
     if not all(r.identical for r in results):
         raise OutriderError("a speculative text differs from the plain one", "this is a bug", "reporting it with the output above")
 

@@ -33,6 +33,11 @@ class HFModel:
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
         self.forwards, self.computed = 0, 0
 
+    def held_bytes(self) -> int:
+        """Bytes of the storages that weights, buffers and cache hold now."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) + self.store.bytes
+
     def open(self, seq: Sequence) -> None:
         self.rows.open(seq)
 

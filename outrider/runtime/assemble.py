@@ -6,6 +6,8 @@ from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from outrider.core.config import load_settings, nearest
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Drafter
@@ -37,14 +39,14 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     _refuse_too_large(target, specs, s)
     model, tokenizer, memory = models.load_model(target, context=s.context, name="target", **how)
     parts: dict[str, Drafter] = {}
-    plans = {"target": memory}
+    held = {"target": {"predicted": memory.total, "held": model.held_bytes()}}
     for spec in specs:
         part, plan = _drafter(spec, model, tokenizer, str(target), how)
         parts[part.name] = part
         if plan:
-            plans[part.name] = plan
+            held[part.name] = {"predicted": plan.total, "held": part.model.held_bytes()}  # type: ignore[attr-defined]
     shape = Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget)
-    return Runtime(Engine(model, parts, fixed(shape), s.rows), tokenizer, {"plans": plans}, s.rule)
+    return Runtime(Engine(model, parts, fixed(shape), s.rows), tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
 
 
 def _refuse_unknown(specs: list[str | Drafter]) -> None:

@@ -45,7 +45,8 @@ class Chunk:
 
 
 class Runtime:
-    """A loaded target with its drafters. Made by `outrider.load`."""
+    """A loaded target with its drafters. Made by `outrider.load`. `memory`: bytes by model, predicted and held, and the
+    process's resident size when loading was done."""
 
     def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None) -> None:
         self.engine, self.tokenizer, self.memory, self.rule = engine, tokenizer, memory, rule
