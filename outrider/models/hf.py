@@ -36,7 +36,8 @@ class HFModel:
     def held_bytes(self) -> int:
         """Bytes of the storages that weights, buffers and cache hold now."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()) + self.store.bytes
+        storages: dict[int, int] = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values()) + self.store.bytes
 
     def open(self, seq: Sequence) -> None:
         self.rows.open(seq)
