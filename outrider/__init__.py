@@ -10,18 +10,26 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import SamplingParams
 
 if TYPE_CHECKING:
+    from outrider import reference
     from outrider.runtime.assemble import load
     from outrider.runtime.door import Chunk, Generation, Runtime
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "Generation", "OutriderError", "Runtime", "SamplingParams", "load"]
-_LAZY = {"load": "assemble", "Runtime": "door", "Generation": "door", "Chunk": "door"}
+__all__ = ["Chunk", "Generation", "OutriderError", "Runtime", "SamplingParams", "load", "reference"]
+_LAZY = {
+    "load": "outrider.runtime.assemble",
+    "Runtime": "outrider.runtime.door",
+    "Generation": "outrider.runtime.door",
+    "Chunk": "outrider.runtime.door",
+}
 
 
 def __getattr__(name: str) -> Any:
     """torch and transformers are imported when they are first needed."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'outrider' has no attribute '{name}'")
     import importlib
 
-    return getattr(importlib.import_module(f"outrider.runtime.{_LAZY[name]}"), name)
+    if name == "reference":
+        return importlib.import_module("outrider.reference")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'outrider' has no attribute '{name}'")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,5 +1,6 @@
 """The command line. Every command imports what it needs when it runs."""
 
+import errno
 import json
 import math
 import sys
@@ -105,7 +106,11 @@ def run(
     }  # fmt: skip
     asked = [{"role": "user", "content": text}] if chat else text
     if as_json:
-        _print_json(rt.chat(asked, **knobs) if chat else rt.generate(text, **knobs))
+        from rich.console import Console
+
+        with Console(stderr=True).status("writing"):
+            out = rt.chat(asked, **knobs) if chat else rt.generate(text, **knobs)
+        _print_json(out)
         return
     for chunk in rt.stream(asked, **knobs):
         print(chunk.text, end="", flush=True)
@@ -222,6 +227,11 @@ def main() -> None:
         code = 130
     except OutriderError as refused:
         print(f"outrider: {refused}", file=sys.stderr)
+        code = 2
+    except OSError as broken:
+        if broken.errno != errno.ENOSPC:
+            raise
+        print(f"outrider: the disk is full ({broken.filename}). Try: free some space; the same command goes on", file=sys.stderr)
         code = 2
     except Exception as usage:
         if not hasattr(usage, "show"):  # not one of the parser's own errors
