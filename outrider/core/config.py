@@ -30,13 +30,17 @@ def _number(settings: SamplingParams, name: str) -> None:
     kind = next(f.type for f in fields(settings) if f.name == name)
     whole = kind in (int, "int", int | None)
     good = isinstance(value, int) if whole else isinstance(value, (int, float))
-    _must(good and not isinstance(value, bool) and not math.isnan(value), f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
+    _must(good and not isinstance(value, bool) and math.isfinite(value), f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
 
 
 def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParams:
     """The settings, or an OutriderError that names the one that cannot be."""
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "max_tokens"):
         _number(s, name)
+    for name in ("logprobs", "seed"):
+        if getattr(s, name) is not None:
+            _number(s, name)
+    _must(s.seed is None or -(2**63) <= s.seed < 2**63, f"seed={s.seed} does not fit 64 bits", "a smaller seed")
     _must(s.temperature >= 0, f"temperature={s.temperature} is negative", "0 for greedy text, 0.7 to 1 for varied text")
     _must(s.top_k >= 0, f"top_k={s.top_k} is negative", "0 for all tokens")
     _must(0 < s.top_p <= 1, f"top_p={s.top_p} is outside (0, 1]", "1 for all tokens")
@@ -45,6 +49,8 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
     _must(s.max_tokens >= 1, f"max_tokens={s.max_tokens} asks for no text", "1 or more")
     _must(0 <= s.min_tokens <= s.max_tokens, f"min_tokens={s.min_tokens} is outside 0..max_tokens={s.max_tokens}", "a smaller min_tokens")
     _must(s.logprobs is None or 0 <= s.logprobs <= 100, f"logprobs={s.logprobs} is outside 0..100", "0 for the emitted token alone")
+    _must(all(isinstance(text, str) for text in s.stop), f"stop={s.stop!r} holds something that is no text", "strings, or stop_token_ids")
+    _must(all(math.isfinite(v) for _, v in s.logit_bias), f"logit_bias={dict(s.logit_bias)} holds a number that is not finite", "-100 to 100")
     _must(all(s.stop), "an empty stop string would end every text at once", "leaving it out")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")

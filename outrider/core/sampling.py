@@ -27,7 +27,7 @@ def argmax(logits: Tensor) -> Tensor:
 def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
     """Log-softmax of raw logits [V] for the emitted token and the `count` most likely ones."""
     logp = torch.log_softmax(logits.float(), -1)
-    best = logp.topk(count).indices.tolist() if count else []
+    best = logp.topk(min(count, len(logp))).indices.tolist() if count else []
     return {t: float(logp[t]) for t in dict.fromkeys([token, *best])}
 
 
@@ -117,7 +117,8 @@ def _truncate(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
         rank = torch.arange(x.shape[-1], device=x.device)
         values = values.masked_fill((rank >= k) & (k > 0), -torch.inf)
         p = values.softmax(-1)
-        values = values.masked_fill(p.cumsum(-1) - p >= settings.column("top_p", rows, x), -torch.inf)
+        mass = settings.column("top_p", rows, x)
+        values = values.masked_fill((p.cumsum(-1) - p >= mass) & (mass < 1), -torch.inf)  # 1 keeps all: sums round
         x = torch.empty_like(x).scatter_(-1, order, values)
     if settings.any("min_p", 0.0):
         p = x.softmax(-1)

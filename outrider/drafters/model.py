@@ -15,6 +15,8 @@ from outrider.core.sampling import Settings, process, warp
 from outrider.core.sockets import Model
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Ints, Outcome, Sequence
 
+MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, so that addresses of noise never meet
+
 
 class ModelDrafter:
     """A Drafter over any Model. Rows that would outgrow the model's context get no proposal.
@@ -75,11 +77,12 @@ class ModelDrafter:
     def _sampled(self, draft: Draft, frontier: Ints, logp: Tensor, width: int, source: int, noise: RowNoise) -> Draft:
         """`width` draws without replacement from q = exp(logp) [n, V] below each place."""
         q, rows = logp.exp(), tree.row_of(frontier, draft)
-        first = np.array([(draft.row == r).sum() for r in rows]) + _rank(rows) * width  # number of the node within its row
+        number = np.array([-1 if p < 0 else int((draft.row[:p] == draft.row[p]).sum()) for p in frontier.tolist()])  # within its row
+        address = source * MAX_PLACES + number + 1  # a drafter extends a place once a step
         left, tokens, alive = q.clone(), [], []
         for i in range(width):
             alive.append((left > 0).any(-1).cpu().numpy())
-            token = noise.draw(torch.where((left > 0).any(-1, keepdim=True), left, q), rows, DRAFT, first + i)
+            token = noise.draw(torch.where((left > 0).any(-1, keepdim=True), left, q), rows, DRAFT, address * MAX_PLACES + i)
             tokens.append(token.cpu().numpy())
             left = left.scatter(-1, token[:, None], 0.0)
         keep = np.stack(alive, 1).flatten()
@@ -94,8 +97,3 @@ class ModelDrafter:
 def _first(x: Tensor) -> tuple[Tensor, Tensor]:
     best = x.argmax(-1, keepdim=True)
     return x.gather(-1, best), best
-
-
-def _rank(rows: Ints) -> Ints:
-    """How many equal entries precede each entry."""
-    return np.array([int((rows[:i] == r).sum()) for i, r in enumerate(rows.tolist())])

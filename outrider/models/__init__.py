@@ -1,0 +1,1 @@
+"""Things that score: transformers models on our slot cache, and the toy model that tests trust."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Scores, Sequence
-from outrider.models.kv import Layout, Rows, SlotCache
+from outrider.models.kv import Layout, Rows
+from outrider.models.slots import SlotCache
 
 LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on asked places only
 
@@ -79,7 +80,7 @@ class HFModel:
             use_cache=True,
             **options,
         )
-        logits: Tensor = out.logits
+        logits: Tensor = out.logits[..., : self.spec.vocab_size]  # padding rows of the head are no tokens
         return logits
 
     def _mask(self, layout: Layout) -> Tensor | dict[str, Tensor]:

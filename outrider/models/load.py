@@ -95,7 +95,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
             end = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
             if end != size:
                 raise ValueError(f"it has {size} bytes and its header promises {end}")
-        except (ValueError, struct.error, KeyError, MemoryError, OverflowError) as bad:
+        except (ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as bad:
             raise OutriderError(f"{file} is damaged", str(bad), "copying or downloading it again") from bad
         found |= {n: (t["dtype"], t["shape"]) for n, t in header.items() if n != "__metadata__"}
     return found
@@ -180,22 +180,29 @@ def load_model(
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
     with _quiet():
-        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        module = module.to(where)
-    model = wrap(module, name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+        module, told = loaded
+    if missing := sorted(told["missing_keys"]):
+        raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
     if check:
         self_check(model)
     return model, tokenizer, plan
 
 
-def wrap(module: Any, name: str, vocab: str, *, rows: int = 4, context: int = 1024, chunk: int = 512, plan: MemoryPlan | None = None) -> HFModel:
-    """A Model over a transformers module that is already loaded. `context`: tokens a row can hold."""
+def wrap(
+    module: Any, name: str, vocab: str, *, rows: int = 4, context: int = 1024, chunk: int = 512, plan: MemoryPlan | None = None, tokens: int | None = None
+) -> HFModel:  # fmt: skip
+    """A Model over a transformers module that is already loaded. `context`: tokens a row can hold; `tokens`: how many
+    the tokenizer knows, where the embedding is padded beyond them."""
     plan = plan or MemoryPlan(0, 0)
     text = module.config.get_text_config()
     refuse_unfit(module.config, name)
+    width = module.get_output_embeddings().weight.shape[0]
     can = Can(view=_has_layers(module))
     spec = ModelSpec(
-        name, vocab, module.get_output_embeddings().weight.shape[0], context, text.num_hidden_layers, plan.weights, plan.cache,
+        name, vocab, min(width, tokens or width), context, text.num_hidden_layers, plan.weights, plan.cache,
         str(module.device), str(module.dtype).removeprefix("torch."), can,
     )  # fmt: skip
     return HFModel(module, spec, rows, chunk)
@@ -244,7 +251,7 @@ def self_check(model: HFModel) -> None:
         for place, got in zip(places.tolist(), found, strict=True):
             row = ~place if place < 0 else int(draft.row[place])
             text = texts[row] + draft.token[tree.ancestors(draft, place)].tolist()
-            want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1].float()
+            want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1, : model.spec.vocab_size].float()
             errors.append(float((got - want).abs().max() / want.std().clamp_min(1e-9)))
         routed = any(getattr(model.module.config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
         spared = len(errors) // 4 if routed and model.dtype not in TOLERANCE else 0

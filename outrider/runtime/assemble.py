@@ -3,7 +3,6 @@
 import importlib
 import os
 from collections.abc import Sequence as ListOf
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -33,7 +32,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
 
         target = reference.target()
         drafters = [f"model:{reference.draft()}"] if drafters is None else drafters
-    specs: list[str | Drafter] = ["lookup"] if drafters is None else list(drafters)
+    specs: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
     how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk}
     _refuse_unknown(specs)
     _refuse_too_large(target, specs, s)
@@ -41,7 +40,9 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     parts: dict[str, Drafter] = {}
     held = {"target": {"predicted": memory.total, "held": model.held_bytes()}}
     for spec in specs:
-        part, plan = _drafter(spec, model, tokenizer, str(target), how)
+        part, plan = _drafter(spec, model, tokenizer, str(target), how, parts)
+        if part.name in parts:
+            raise OutriderError(f"there are two drafters named '{part.name}'", "", "another name for one of them")
         parts[part.name] = part
         if plan:
             held[part.name] = {"predicted": plan.total, "held": part.model.held_bytes()}  # type: ignore[attr-defined]
@@ -65,13 +66,16 @@ def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter]
     for path in [target, *(spec.partition(":")[2] for spec in specs if isinstance(spec, str) and ":" in spec)]:
         folder = models.locate(path)
         config = models.load_config(folder)
+        models.refuse_unfit(config, folder.name)
         dtype = models.pick_dtype(config, s.dtype, device)
         context = s.context if path == target else None
         total.append(models.memory_plan(folder, dtype, s.rows, models.context_of(config, context)))
     models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
 
 
-def _drafter(spec: str | Drafter, target: Any, tokenizer: Any, target_name: str, how: dict[str, Any]) -> tuple[Drafter, Any]:
+def _drafter(
+    spec: str | Drafter, target: Any, tokenizer: Any, target_name: str, how: dict[str, Any], taken: dict[str, Drafter]
+) -> tuple[Drafter, Any]:
     if not isinstance(spec, str):
         return spec, None
     kind, _, path = spec.partition(":")
@@ -79,6 +83,7 @@ def _drafter(spec: str | Drafter, target: Any, tokenizer: Any, target_name: str,
     make = getattr(importlib.import_module(module), name)
     if kind == "lookup":
         return make(), None
-    model, own, plan = models.load_model(path, name=f"draft {Path(path).name}", **how)
+    label = "model" if "model" not in taken else f"model-{len(taken) + 1}"
+    model, own, plan = models.load_model(path, name=label, **how)
     check_pair(tokenizer, own, target_name, path)
-    return make(model, "model", target.spec.vocab_size), plan
+    return make(model, label, target.spec.vocab_size), plan

@@ -70,8 +70,10 @@ class Runtime:
     def stream(self, prompt: str | list[Message], params: SamplingParams | None = None, **knobs: Any) -> Iterator[Chunk]:
         """Chunks of text as they are decided; a list of messages is a chat. Leaving the loop cancels the request."""
         tokens = self._encode(prompt) if isinstance(prompt, str) else self._encode_chat(prompt)
-        seq = self._submit(tokens, params, knobs)
-        told, sent = 0, ""
+        return self._chunks(self.request(tokens, params, **knobs))  # a bad request is refused here, not at the first chunk
+
+    def _chunks(self, request: Request) -> Iterator[Chunk]:
+        seq, told, sent = self.engine.submit(request), 0, ""
         try:
             while seq.finish_reason is None:
                 self.engine.step()
@@ -82,7 +84,8 @@ class Runtime:
             self.engine.cancel(seq)
 
     def _run(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
-        seqs = [self._submit(p, params, knobs) for p in prompts]
+        requests = [self.request(p, params, **knobs) for p in prompts]  # all are checked before the first is queued
+        seqs = [self.engine.submit(r) for r in requests]
         try:
             while any(s.finish_reason is None for s in seqs):
                 self.engine.step()
@@ -105,9 +108,6 @@ class Runtime:
         tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
         ids: list[int] = tokens["input_ids"]
         return ids
-
-    def _submit(self, prompt: list[int], params: SamplingParams | None, knobs: dict[str, Any]) -> Sequence:
-        return self.engine.submit(self.request(prompt, params, **knobs))
 
     def request(self, prompt: list[int], params: SamplingParams | None = None, **knobs: Any) -> Request:
         """A checked Request for token ids. max_tokens is cut to what the context still holds."""
@@ -151,14 +151,10 @@ class Runtime:
 
         def cut(generated: list[int], new: list[int]) -> int | None:
             old = generated[-window:]
-            if not any(stop in self._text([*old, *new]) for stop in stops):
-                return None
             before = self._text(old)
-            for keep in range(1, len(new) + 1):
-                text = self._text([*old, *new[:keep]])
-                if any(text.count(stop) > before.count(stop) for stop in stops):
-                    return keep
-            return None
+            if _ended(self._text([*old, *new]), before, stops) is None:
+                return None
+            return next(n for n in range(1, len(new) + 1) if _ended(self._text([*old, *new[:n]]), before, stops) is not None)
 
         return cut
 
@@ -170,8 +166,7 @@ class Runtime:
         """The generated text, ending before a stop string that ended it."""
         text = self._text(seq.generated)
         if seq.finish_reason == "stop":
-            at = [i for stop in seq.request.sampling.stop if (i := text.find(stop)) >= 0]
-            text = text[: min(at)] if at else text
+            text = text[: _ended(text, self._text(seq.generated[:-1]), seq.request.sampling.stop)]
         return text
 
     def _result(self, seq: Sequence) -> Generation:
@@ -180,6 +175,13 @@ class Runtime:
             finish_reason=seq.finish_reason or "cancelled", lossless=True, stats=stats(seq.records, seq.request.id),
             logprobs=seq.logprobs if seq.request.sampling.logprobs is not None else None,
         )  # fmt: skip
+
+
+def _ended(text: str, before: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first stop string begins that ends after `before`, of which `text` is a continuation; None without one."""
+    settled = len(before.rstrip("\ufffd"))
+    at = [i for stop in stops if (i := text.find(stop, max(0, settled - len(stop) + 1))) >= 0]
+    return min(at, default=None)
 
 
 def _settled(text: str, seq: Sequence) -> str:

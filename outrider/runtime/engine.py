@@ -77,8 +77,16 @@ class Engine:
 
     def _open(self, seq: Sequence) -> None:
         self.target.open(seq)
-        for drafter in self.drafters.values():
-            drafter.begin(seq)
+        begun: list[Drafter] = []
+        try:
+            for drafter in self.drafters.values():
+                drafter.begin(seq)
+                begun.append(drafter)
+        except BaseException:
+            for drafter in begun:
+                drafter.end(seq)
+            self.target.close(seq)
+            raise
 
     def _close(self, seq: Sequence) -> None:
         for drafter in self.drafters.values():
@@ -224,6 +232,6 @@ def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:
     end = next((i + 1 for i, t in enumerate(new[:keep]) if t in request.ends and i >= first), None)
     if end is not None:
         keep, reason = end, "stop"
-    if request.cut and (found := request.cut(seq.generated, new[:keep])) is not None and found > first:
-        keep, reason = found, "stop"
+    if request.cut and first < keep and (found := request.cut([*seq.generated, *new[:first]], new[first:keep])) is not None:
+        keep, reason = first + found, "stop"
     return keep, reason

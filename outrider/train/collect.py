@@ -1,9 +1,10 @@
 """The target's own text, for drafters to learn from: prompts cut from the training streams, continued by the target.
 
-It runs on the project's own runtime, plain, many rows at a time, greedy and sampled; texts are appended to one uint16
-stream, so that an interrupted run loses at most a batch and the next one goes on.
+It runs on the project's own runtime, plain, many rows at a time, greedy and sampled; finished texts are appended to one
+uint16 stream, so that an interrupted run loses little and the next one goes on.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from outrider.core.types import SamplingParams
 from outrider.train.corpus import Streams
 
 BEGIN, ASSISTANT = 0, 4  # ids of <|begin|> and <|assistant|>
-LONGEST = 512  # tokens of a chat prompt
+LONGEST = 256  # tokens of a chat prompt
 
 
 def prompts(streams: Streams, length: int) -> Iterator[list[int]]:
@@ -48,18 +48,20 @@ def collect(recipe: dict[str, Any], work: Path, device: str, progress: Callable[
     source = prompts(Streams(work / "corpus", weights, "train", seed), section["prompt"])
     context = LONGEST + section["length"] + 1
     rt = outrider.load(work / "target", drafters=[], device=device, dtype="bfloat16", rows=section["rows"], context=context)
-    torch.manual_seed(seed)
-    count, stop = 0, spent + piece * 60
-    while spent < min(seconds, stop):
-        began = time.monotonic()
-        temperatures = np.resize(section["temperatures"], section["rows"])
-        settings = [SamplingParams(temperature=float(t), max_tokens=section["length"]) for t in temperatures]
-        seqs = [rt.engine.submit(rt.request(next(source), s)) for s in settings]
-        while any(s.finish_reason is None for s in seqs):
-            rt.engine.step()
-        with open(file, "ab") as out:
-            out.write(b"".join(np.array(s.tokens, np.uint16).tobytes() for s in seqs))
-        count += sum(s.produced for s in seqs)
-        spent += time.monotonic() - began
-        meter.write_text(str(spent))
-        progress(f"{spent / 60:.1f} min  {count / 1e6:.2f} M tokens written by the target")
+    temperatures = itertools.cycle(section["temperatures"])
+    batch, count, stop, told = rt.engine.batcher, 0, spent + piece * 60, spent
+    with open(file, "ab") as out:
+        while spent < min(seconds, stop):
+            began = time.monotonic()
+            while len(batch.waiting) + len(batch.running) < section["rows"]:
+                rt.engine.submit(rt.request(next(source), SamplingParams(temperature=float(next(temperatures)), max_tokens=section["length"])))
+            done = [s for s in rt.engine.step() if s.finish_reason]
+            out.write(b"".join(np.array(s.tokens, np.uint16).tobytes() for s in done))
+            count += sum(s.produced for s in done)
+            spent += time.monotonic() - began
+            if spent - told > 20:
+                out.flush()
+                meter.write_text(str(spent))
+                progress(f"{spent / 60:.1f} min  {count / 1e6:.2f} M tokens written by the target")
+                told = spent
+    meter.write_text(str(spent))

@@ -55,7 +55,7 @@ class MultiRound:
         while len(walking):
             stepped = np.full(rows, -1)
             lines = {r: table.get(int(place[r]), []) for r in walking.tolist()}
-            q_of: dict[int, Tensor] = {}
+            q_of: dict[tuple[int, int], Tensor] = {}
             for round_ in range(max(map(len, lines.values()), default=0)):
                 trying = np.array([r for r in walking.tolist() if stepped[r] < 0 and round_ < len(lines[r])], np.int64)
                 if not len(trying):
@@ -73,14 +73,21 @@ class MultiRound:
         return Outcome(paths, [int(t) for t in bonus.tolist()], [0] * rows)
 
     def _try(
-        self, draft: Draft, nodes: np.ndarray, rows: np.ndarray, residual: Tensor, q_of: dict[int, Tensor], noise: RowNoise, within: np.ndarray
+        self,
+        draft: Draft,
+        nodes: np.ndarray,
+        rows: np.ndarray,
+        residual: Tensor,
+        q_of: dict[tuple[int, int], Tensor],
+        noise: RowNoise,
+        within: np.ndarray,
     ) -> np.ndarray:
         """One child of each of `rows`: bool [n], whether it is accepted; the residuals of the others are reduced."""
         at = torch.from_numpy(rows).to(residual.device)
         token = torch.from_numpy(draft.token[nodes]).to(residual.device)[:, None]
         point = torch.from_numpy(draft.kind[nodes] == POINT).to(residual.device)[:, None]
         r = residual[at]
-        q = torch.stack([self._q(draft, int(n), q_of, r) for n in nodes])
+        q = torch.stack([self._q(draft, int(n), int(i), q_of, r) for n, i in zip(nodes, rows, strict=True)])
         r_x, q_x = r.gather(-1, token), q.gather(-1, token)
         probability = torch.where(point, r_x, (r_x / q_x.clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0))
         taken = noise.flip(probability[:, 0], rows, within[nodes]).cpu().numpy()
@@ -92,15 +99,15 @@ class MultiRound:
                 residual[row] = rest[i]
                 if draft.kind[node] == DISTINCT:
                     left = q[i].scatter(0, token[i], 0.0)
-                    q_of[int(draft.q_row[node])] = left / left.sum().clamp_min(torch.finfo(q.dtype).tiny)
+                    q_of[row, int(draft.q_row[node])] = left / left.sum().clamp_min(torch.finfo(q.dtype).tiny)
         return taken
 
-    def _q(self, draft: Draft, node: int, q_of: dict[int, Tensor], like: Tensor) -> Tensor:
+    def _q(self, draft: Draft, node: int, row: int, q_of: dict[tuple[int, int], Tensor], like: Tensor) -> Tensor:
         """What the node was drawn from; without replacement, what was left of it."""
         if draft.kind[node] == POINT or draft.q is None:
             return torch.zeros_like(like[0])
         name = int(draft.q_row[node])
-        return q_of[name] if name in q_of else draft.q[name].to(like)
+        return q_of[row, name] if (row, name) in q_of else draft.q[name].to(like)
 
 
 RULES: dict[str, type[Greedy] | type[Coupled] | type[MultiRound]] = {"greedy": Greedy, "coupled": Coupled, "exact": MultiRound}

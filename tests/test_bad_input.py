@@ -1,0 +1,291 @@
+"""Refusals: what cannot be run is named together with the remedy, before anything large is read, and nothing breaks."""
+
+import json
+import shutil
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+from tiny import tiny_folder, tiny_folders
+
+import outrider
+from outrider.core.errors import OutriderError
+from outrider.core.types import SamplingParams
+from outrider.models import load as loading
+from outrider.models.hf import HFModel
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_folders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def rt(folders):
+    return outrider.load(folders["target"], ["lookup", f"model:{folders['draft']}"])
+
+
+@pytest.fixture
+def copy(folders, tmp_path):
+    """A copy of the target's folder that a test may damage."""
+    return shutil.copytree(folders["target"], tmp_path / "copy")
+
+
+def refused(do, *words: str) -> OutriderError:
+    """The refusal, which must say all the words and name a remedy."""
+    with pytest.raises(OutriderError) as found:
+        do()
+    error = found.value
+    assert error.what and error.try_this, str(error)
+    for word in words:
+        assert word in str(error), f"{word!r} is not in {error}"
+    return error
+
+
+# --- files
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    refused(lambda: outrider.load(tmp_path / "nowhere", []), "no folder", "nowhere", "config.json")
+
+
+def test_a_file_instead_of_a_folder(copy):
+    error = refused(lambda: outrider.load(copy / "config.json", []), "is a file", "config.json and *.safetensors")
+    assert error.try_this == str(copy)
+
+
+def test_a_folder_without_config(copy):
+    (copy / "config.json").unlink()
+    refused(lambda: outrider.load(copy, []), "holds no config.json", "save_pretrained")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"model_type": "unheard_of"}'])
+def test_a_config_that_says_nothing(copy, text):
+    (copy / "config.json").write_text(text)
+    refused(lambda: outrider.load(copy, []), "config", "cannot be read")
+
+
+def test_a_folder_without_weights(copy):
+    (copy / "model.safetensors").unlink()
+    refused(lambda: outrider.load(copy, []), "holds no *.safetensors", "save_pretrained")
+
+
+def test_a_folder_without_tokenizer(copy):
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    refused(lambda: outrider.load(copy, []), "tokenizer", "tokenizer.json")
+
+
+@pytest.mark.parametrize("size", [-1, -1000, 100, 9, 8, 3, 0])
+def test_truncated_weights(copy, size):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    refused(lambda: outrider.load(copy, []), "model.safetensors is damaged", "downloading it again")
+
+
+def header(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    "start",
+    [header(b"{not json"), struct.pack("<Q", 1 << 62), header(b"\xff\xfe\xfa\xfb"), header(b'{"w": {}}'), header(b"[1, 2]"), header(b'{"w": 3}')],
+    ids=["json", "length", "bytes", "fields", "list", "number"],
+)
+def test_a_damaged_header(copy, start):
+    (copy / "model.safetensors").write_bytes(start)
+    refused(lambda: outrider.load(copy, []), "model.safetensors is damaged", "downloading it again")
+
+
+def test_weights_with_a_tensor_left_out(copy):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    refused(lambda: outrider.load(copy, []), "model.layers.1.mlp.up_proj.weight")
+
+
+def test_a_draft_that_is_damaged_is_refused_before_the_target_is_read(folders, copy, monkeypatch):
+    monkeypatch.setattr(loading, "load_model", lambda *a, **k: pytest.fail("the target was read"))
+    (copy / "config.json").unlink()
+    refused(lambda: outrider.load(folders["target"], [f"model:{copy}"]), "holds no config.json")
+
+
+# --- pairs
+
+
+def test_a_draft_with_another_tokenizer(folders):
+    error = refused(lambda: outrider.load(folders["target"], [f"model:{folders['other']}"]), "tokenizers differ", "300 and 290", "lookup")
+    assert str(folders["other"]) in error.what and str(folders["target"]) in error.what
+
+
+@pytest.mark.parametrize("way", [{}, {"temperature": 1.5}, {"temperature": 1.5, "seed": 3}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("pair", [("target", "padded"), ("padded", "target")], ids=" drafted by ".join)
+def test_padded_rows_are_no_other_tokenizer(folders, pair, way):
+    """Padded rows win every race here if they are let: the text must be that of plain decoding, with all ids real."""
+    target, draft = (folders[name] for name in pair)
+    how = {"max_tokens": 24, "ignore_eos": True, **way}
+    out = outrider.load(target, [f"model:{draft}"]).generate("the quick fox", **how)
+    assert len(out.tokens) == 24 and max(out.tokens) < 300
+    assert out.stats["drafted"] > 0
+    if way.get("temperature", 0) == 0 or "seed" in way:
+        assert out.tokens == outrider.load(target, []).generate("the quick fox", **how).tokens
+
+
+# --- names and settings of load
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"dept": 3}, ["unknown setting 'dept'", "'depth'"]), ({"contxt": 64}, ["'context'"]), ({"zzzzzz": 1}, ["one of", "budget", "rows"]),
+        ({"dtype": "int3"}, ["dtype='int3'", "bfloat16"]), ({"device": "tpu9"}, ["device 'tpu9'", "cpu"]),
+        ({"rule": "exat"}, ["unknown rule 'exat'", "'exact'"]), ({"rows": 0}, ["rows=0"]), ({"depth": -1}, ["depth=-1"]),
+        ({"width": 0}, ["width=0"]), ({"rows": 1.5}, ["rows=1.5"]), ({"context": 1}, ["context=1"]), ({"context": 300}, ["context=300", "256"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_load(folders, settings, words):
+    refused(lambda: outrider.load(folders["target"], [], **settings), *words)
+
+
+def test_a_device_that_is_not_there(folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(lambda: outrider.load(folders["target"], [], device="cuda"), "device 'cuda' is not there", "device='cpu'")
+
+
+@pytest.mark.parametrize(
+    "drafter, words", [("lokup", ["unknown drafter 'lokup'", "'lookup'"]), ("modle:x", ["'model'"]), ("model", ["needs a model", "model:PATH"])]
+)
+def test_drafters_that_are_not_known(folders, drafter, words):
+    refused(lambda: outrider.load(folders["target"], [drafter]), *words)
+
+
+# --- requests
+
+BAD = [
+    ({"max_tokens": 0}, ["max_tokens=0"]), ({"temperature": -0.1}, ["temperature=-0.1", "negative"]), ({"top_p": 0}, ["top_p=0"]),
+    ({"top_p": 1.1}, ["top_p=1.1", "(0, 1]"]), ({"top_k": -1}, ["top_k=-1"]), ({"min_p": 2}, ["min_p=2"]), ({"repetition_penalty": 0}, ["repetition_penalty=0"]),
+    ({"min_tokens": 9, "max_tokens": 8}, ["min_tokens=9"]), ({"max_tokens": 2.5}, ["max_tokens=2.5", "whole"]), ({"temperature": "hot"}, ["temperature='hot'"]),
+    ({"temperature": NAN}, ["temperature=nan"]), ({"top_p": NAN}, ["top_p=nan"]), ({"min_p": NAN}, ["min_p=nan"]),
+    ({"repetition_penalty": NAN}, ["repetition_penalty=nan"]), ({"presence_penalty": NAN}, ["presence_penalty=nan"]),
+    ({"frequency_penalty": NAN}, ["frequency_penalty=nan"]), ({"logit_bias": {5: NAN}}, ["logit_bias"]),
+    ({"temperature": float("inf")}, ["temperature=inf"]), ({"presence_penalty": float("inf")}, ["presence_penalty=inf"]),
+    ({"logprobs": -1}, ["logprobs=-1"]), ({"logprobs": 101}, ["logprobs=101"]), ({"logprobs": "two"}, ["logprobs"]),
+    ({"seed": "x"}, ["seed"]), ({"seed": 1 << 70}, ["seed"]),
+    ({"stop": ""}, ["empty stop string"]), ({"stop": [3]}, ["stop"]), ({"stop_token_ids": [300]}, ["300"]), ({"logit_bias": {999: 1.0}}, ["999"]),
+    ({"temprature": 1}, ["unknown setting 'temprature'", "'temperature'"]), ({"max_token": 1}, ["'max_tokens'"]),
+    ({"rule": "couplet"}, ["unknown rule 'couplet'", "'coupled'"]), ({"speculation": "on"}, ["speculation='on'", "auto, off"]),
+    ({"speculation": ["lookup", "mode"]}, ["'mode'", "model"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, words", BAD, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_settings_of_a_request_and_the_runtime_goes_on(rt, settings, words):
+    refused(lambda: rt.generate("sea", **{"max_tokens": 8, **settings}), *words)
+    refused(lambda: list(rt.stream("sea", **{"max_tokens": 8, **settings})), *words)
+    assert len(rt.generate("sea", max_tokens=3, ignore_eos=True).tokens) == 3
+    assert not rt.engine.batcher.waiting and rt.engine.target.rows.active == 0
+
+
+def test_an_object_of_settings_is_checked_too(rt):
+    refused(lambda: rt.generate("sea", SamplingParams(top_p=2.0)), "top_p=2.0")
+    refused(lambda: rt.generate("sea", SamplingParams(), top_q=2.0), "top_q", "'top_p'")
+
+
+def test_a_prompt_that_does_not_fit(rt):
+    error = refused(lambda: rt.generate("x" * 300), "301 tokens", "256", "shorter prompt")
+    assert "at least one must be left" in error.why
+    refused(lambda: rt.generate("x" * 255), "256 tokens")
+    out = rt.generate("x" * 254, ignore_eos=True)
+    assert len(out.tokens) == 1 and out.finish_reason == "length"
+
+
+def test_one_bad_prompt_of_many_leaves_nothing_waiting(rt):
+    refused(lambda: rt.generate(["sea", "x" * 300]), "301 tokens")
+    assert not rt.engine.batcher.waiting
+    assert len(rt.generate("sea", max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def test_an_empty_prompt_is_legal_only_after_a_begin_of_text(rt, folders):
+    assert len(rt.generate("", max_tokens=3, ignore_eos=True).tokens) == 3
+    bare = outrider.load(folders["bare"], [])
+    refused(lambda: bare.generate(""), "prompt is empty", "begin-of-text")
+    assert len(bare.generate("a", max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def test_a_model_that_returns_nan_is_refused_and_not_sampled(folders):
+    broken = outrider.load(folders["target"], [])
+    weight = broken.engine.target.module.lm_head.weight
+    kept = weight.data.clone()
+    for way in ({}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 1}):
+        weight.data.fill_(NAN)
+        refused(lambda way=way: broken.generate("sea", **way), "NaN", "float32")
+        weight.data.copy_(kept)
+        assert len(broken.generate("sea", max_tokens=3, ignore_eos=True, **way).tokens) == 3
+
+
+# --- memory and classes
+
+
+def test_too_little_memory_is_said_in_numbers(folders, monkeypatch):
+    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000_000))
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    plan = loading.memory_plan(folders["target"], "float32", 400, 256)
+    error = refused(lambda: outrider.load(folders["target"], [], rows=400), f"{plan.total / 1e9:.2f} GB", "0.01 GB free", "fewer rows")
+    assert f"cache {plan.cache / 1e9:.2f}" in error.why
+
+
+def test_target_and_draft_must_fit_together(folders, monkeypatch):
+    one = loading.memory_plan(folders["target"], "float32", 4, 256).total
+    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: SimpleNamespace(available=one * 3 // 2))
+    assert len(outrider.load(folders["target"], []).generate("sea", max_tokens=2, ignore_eos=True).tokens) == 2
+    refused(lambda: outrider.load(folders["target"], [f"model:{folders['draft']}"]), "the pipeline", "free")
+
+
+def test_the_plan_is_what_is_held(folders):
+    model, _, plan = loading.load_model(folders["target"], rows=3)
+    assert plan.cache == model.store.bytes
+    assert plan.weights == sum(p.numel() * 4 for p in model.module.parameters())
+
+
+UNFIT = [
+    (hf.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4), "mamba", "rolled back"),
+    (hf.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2), "bloom", "ALiBi"),
+]
+
+
+@pytest.mark.parametrize("config, name, reason", UNFIT, ids=["mamba", "bloom"])
+def test_classes_that_cannot_run_are_refused_by_name(config, name, reason, folders, tmp_path):
+    module = hf.AutoModelForCausalLM.from_config(config)
+    refused(lambda: loading.wrap(module, "odd one", "v"), "odd one", name, reason)
+    module.save_pretrained(tmp_path)
+    refused(lambda: outrider.load(tmp_path, []), name, reason)
+    refused(lambda: outrider.load(folders["target"], [f"model:{tmp_path}"]), name, reason)
+
+
+def test_a_model_with_a_broken_mask_fails_the_load_time_check(folders, monkeypatch):
+    honest = HFModel._mask
+    monkeypatch.setattr(HFModel, "_mask", lambda self, layout: torch.zeros_like(honest(self, layout)))
+    refused(lambda: outrider.load(folders["target"], []), "fails the load-time check", "LlamaForCausalLM", "differs from recomputation")
+
+
+def test_half_precision_passes_the_check(folders):
+    out = outrider.load(folders["target"], [f"model:{folders['draft']}"], dtype="bfloat16").generate("sea", max_tokens=4, ignore_eos=True)
+    assert len(out.tokens) == 4
+
+
+def test_every_refusal_names_the_thing_and_the_remedy():
+    error = OutriderError("it is so", "because", "that")
+    assert str(error) == "it is so. because. Try: that" and str(OutriderError("it is so")) == "it is so"
+
+
+def test_a_saved_folder_is_loaded_as_it_was_made(tmp_path):
+    folder = tiny_folder(tmp_path / "m", seed=3)
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 300
+    assert outrider.load(folder, []).engine.target.spec.context == 256
