@@ -26,16 +26,12 @@ def test_stories260k_writes_its_published_text(drafters):
         assert out.stats["draft_acceptance_rate"] == 1.0
 
 
-trained = pytest.mark.skipif(not reference.target().is_dir(), reason="the pair is being trained")
-
-
 @pytest.fixture(scope="module")
 def pair():
     plain = outrider.load(reference.target(), drafters=[], rows=2, context=1024)
     return plain, outrider.load(drafters=["lookup", f"model:{reference.draft()}"], rows=2, context=1024)
 
 
-@trained
 @pytest.mark.parametrize("category", prompts.CATEGORIES)
 def test_reference_pair_writes_the_same_text_in_every_category(pair, category):
     prompt = prompts.load(category)[0]
@@ -48,7 +44,6 @@ def test_reference_pair_writes_the_same_text_in_every_category(pair, category):
     assert texts[0] == texts[1]
 
 
-@trained
 def test_plain_transformers_loads_both():
     sizes = {}
     for part, folder in (("target", reference.target()), ("draft", reference.draft())):

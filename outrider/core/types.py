@@ -17,6 +17,7 @@ Ints = NDArray[np.int64]
 
 POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i.d. from q; drawn without replacement
 TARGET = "target"
+MAX_NODES = 64  # draft nodes of a row in one step; caches keep this much scratch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, Ints, Outcome, Sequence
+from outrider.core.types import MAX_NODES, Draft, Ints, Outcome, Sequence
 
 BUCKET = 64  # slots read are rounded up to this, so that shapes recur
-SCRATCH = 64  # draft nodes a row can hold in one step
 
 
 @dataclass(slots=True)
@@ -208,7 +207,7 @@ class Rows:
 
 def slots_for(context: int) -> int:
     """Slots of a row: its text, one step's scratch, and one that padding writes to."""
-    return context + SCRATCH + 1
+    return context + MAX_NODES + 1
 
 
 def _bucket(top: int, capacity: int) -> int:

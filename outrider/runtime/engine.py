@@ -16,11 +16,10 @@ from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, process, top_logprobs, warp
 from outrider.core.sockets import Drafter, Model
-from outrider.core.types import POINT, TARGET, Draft, Ints, Outcome, Plan, Reading, Request, Sequence, StepRecord
+from outrider.core.types import MAX_NODES, POINT, TARGET, Draft, Ints, Outcome, Plan, Reading, Request, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
 from outrider.verify.exact import RULES
 
-MAX_NODES = 64  # draft nodes of a row in one step (models keep this much scratch)
 Choose = Callable[[list[Sequence]], tuple[Plan, str]]
 
 
@@ -56,11 +55,10 @@ class Engine:
         return self.batcher.submit(request)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request now, whatever it was doing; harmless when it has ended."""
-        if seq.finish_reason is None:
-            seq.finish_reason = "cancelled"
-            if self.batcher.drop(seq):
-                self._close(seq)
+        """End a request now, whatever it was doing, and free its row; harmless when it has ended."""
+        if self.batcher.drop(seq):
+            self._close(seq)
+        seq.finish_reason = seq.finish_reason or "cancelled"
 
     def step(self) -> list[Sequence]:
         """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done."""
@@ -71,8 +69,7 @@ class Engine:
             moved += group
         for seq in moved:
             if seq.finish_reason:
-                self.batcher.drop(seq)
-                self._close(seq)
+                self.cancel(seq)
         return moved
 
     def _open(self, seq: Sequence) -> None:
