@@ -7,6 +7,7 @@ import zoo
 from contracts import plain, request, run
 from transformers import DynamicCache
 
+from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
@@ -152,3 +153,8 @@ def test_every_cache_equals_a_recomputed_one_after_every_step(name):
                 assert twin.rows.of(seq).text == seq.tokens[: twin.rows.of(seq).cached]
                 assert cache_error(target, seq) < 1e-3 and cache_error(twin, seq) < 1e-3
     assert compared > 30
+
+
+def test_a_plan_names_a_drafter_once():
+    with pytest.raises(OutriderError, match="names a drafter twice"):
+        Plan((("model", 1, 1), ("lookup", 2, 1), ("model", 1, 1)))

@@ -8,42 +8,46 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import outrider
 from outrider import reference
+from outrider.measure.trace import repetition
 from outrider.runtime.door import Generation, Runtime
 
 COLOURS = {"target": "white", "model": "green", "lookup": "cyan", "lookup+model": "yellow"}
 
 STORY = "Once upon a time, a little owl named Odo was afraid of the dark. Every night he asked his mother to keep the moon on."
-CODE = '''"""Helpers for reading small settings files."""
+CODE = '''import re
 
-import os
+__all__ = ["count_words", "first_line"]
 
 
-class Settings:
-    """A set of named values read from a file."""
+def count_words(text):
+    """Return a dictionary that maps each word of the text to its count."""
+    counts = {}
+    for word in re.findall(r"\\w+", text):
+        counts[word] = counts.get(word, 0) + 1
+    return counts
 
-    def __init__(self, path):
-        self.path = path
-        self.values = {}
 
-    def read(self):
+def first_line(path):
+    """Return the first line of a file, or None if the file is empty."""
 '''
 DIALOGUE = [
     {"role": "system", "content": 'You can call these tools:\n{"name": "find_flight", "arguments": ["origin", "city", "day"]}'},
-    {"role": "user", "content": "Find me a flight from Tromso to Gandokar on day 21."},
-    {"role": "assistant", "content": '{"name": "find_flight", "arguments": {"origin": "Tromso", "city": "Gandokar", "day": 21}}'},
+    {"role": "user", "content": "Find me a flight from Oslo to Porto on day 21."},
+    {"role": "assistant", "content": '{"name": "find_flight", "arguments": {"origin": "Oslo", "city": "Porto", "day": 21}}'},
     {"role": "tool", "content": '{"flight": "BEKO417", "price": 3150}'},
-    {"role": "assistant", "content": "Flight BEKO417 from Tromso to Gandokar on day 21 costs 3150 coins."},
+    {"role": "assistant", "content": "Flight BEKO417 from Oslo to Porto on day 21 costs 3150 coins."},
     {
         "role": "user",
-        "content": "Copy the following text word for word:\nNila packed the orange kettle in Tromso. On day 21, Nila carried 14 bottles. "
-        "The mirror of Odo costs 318 coins in Gandokar. Nila wrote the word zenkolipa on a green ticket. Odo measured the brown bridge in Tromso. "
-        "On day 34, Odo described 6 ladders. The basket of Nila costs 77 coins in Gandokar. Odo wrote the word lormatisu on a white camera.",
+        "content": "Copy the following text word for word:\nNils packed the orange kettle in Oslo. On day 21, Nils carried 14 bottles. "
+        "The mirror of Olga costs 318 coins in Porto. Nils wrote the word zenkolipa on a green ticket. Olga measured the brown bridge in Oslo. "
+        "On day 34, Olga described 6 ladders. The basket of Nils costs 77 coins in Porto. Olga wrote the word lormatisu on a white camera.",
     },
 ]
 
@@ -52,15 +56,16 @@ DIALOGUE = [
 class Scene:
     """A text to write and who may draft it."""
 
+    name: str
     title: str
     prompt: Any
     drafters: tuple[str, ...]
 
 
 SCENES = (
-    Scene("a story", STORY, ("model",)),
-    Scene("a piece of code", CODE, ("lookup", "model")),
-    Scene("a dialogue with copying", DIALOGUE, ("lookup",)),
+    Scene("story", "a story", STORY, ("lookup", "model")),
+    Scene("code", "a piece of code", CODE, ("lookup",)),
+    Scene("copying", "a dialogue with copying", DIALOGUE, ("lookup",)),
 )
 
 
@@ -130,23 +135,23 @@ def legend() -> Text:
 
 
 def _show(result: Result, tokenizer: Any, console: Console) -> None:
-    console.rule(f"[bold]{result.scene.title}[/bold]")
+    console.rule(f"[bold]{result.scene.title}[/bold], {len(result.fast.tokens)} tokens, drafted by {' + '.join(result.scene.drafters)}")
     prompt = result.scene.prompt
     console.print(Text(prompt if isinstance(prompt, str) else prompt[-1]["content"], style="dim"))
     console.print(coloured(result.fast, tokenizer))
 
 
 def table(results: list[Result]) -> Table:
-    """The figures of all scenes."""
-    out = Table("text", "drafted by", title="plain against speculative (greedy, float32, decoding only, median of the rounds)")
-    for head in ("tokens", "plain tok/s", "speculative tok/s", "ratio", "tokens per target call", "accepted", "identical text"):
+    """The figures of all scenes. Greedy, float32, decoding only, medians; repeated: 8-grams that occurred before."""
+    out = Table("text", title="plain against speculative", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("tokens/s\nplain", "tokens/s\nspec.", "ratio", "tokens\nper call", "accepted", "repeated", "identical\ntext"):
         out.add_column(head, justify="right")
     for r in results:
         n, stats = len(r.fast.tokens), r.fast.stats
         rate = stats["draft_acceptance_rate"]
         out.add_row(
-            r.scene.title, " + ".join(r.scene.drafters), str(n), f"{n / r.plain_seconds:.0f}", f"{n / r.fast_seconds:.0f}",
-            f"{r.plain_seconds / r.fast_seconds:.2f}x", f"{stats['mean_acceptance_length']:.2f}", "-" if rate is None else f"{rate:.0%}",
+            r.scene.name, f"{n / r.plain_seconds:.0f}", f"{n / r.fast_seconds:.0f}", f"{r.plain_seconds / r.fast_seconds:.2f}x",
+            f"{stats['mean_acceptance_length']:.2f}", "-" if rate is None else f"{rate:.0%}", f"{repetition([r.fast.tokens]):.0%}",
             "yes" if r.identical else "NO",
         )  # fmt: skip
     return out

@@ -55,7 +55,7 @@ def gumbel(key: NDArray[np.uint64], vocab: int, device: torch.device, dtype: tor
     x = torch.from_numpy(key.view(np.int64)).to(device)[:, None] + ids * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
-    u = (_shift(x ^ _shift(x, 31), 11).to(torch.float64) + 0.5) * 2.0**-53
+    u = (_shift(x ^ _shift(x, 31), 12).to(torch.float64) + 0.5) * 2.0**-52  # never 0 or 1
     return -torch.log(-torch.log(u)).to(dtype)
 
 

@@ -133,9 +133,9 @@ def warp(logits: Tensor, places: Ints, draft: Draft, settings: Settings) -> Tens
     greedy = torch.from_numpy(settings.greedy[rows]).to(x.device)
     warm = torch.where(greedy[:, None], 1.0, settings.column("temperature", rows, x))
     out = torch.log_softmax(_truncate(x / warm, rows, settings), -1)
+    if bool((out.isnan().any(-1) & ~greedy).any()):
+        raise OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
     if settings.greedy.any():
         hot = torch.full_like(out, -torch.inf).scatter_(-1, argmax(x)[:, None], 0.0)
         out = torch.where(greedy[:, None], hot, out)
-    elif bool(out.isnan().any()):
-        raise OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
     return out

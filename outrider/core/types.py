@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.core.errors import OutriderError
+
 Ints = NDArray[np.int64]
 
 POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i.d. from q; drawn without replacement
@@ -139,10 +141,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How fast, never what: ((drafter, depth, width), ...) and a node budget per row (0 for none). () is plain decoding."""
+    """How fast, never what: ((drafter, depth, width), ...) and a node budget per row (0 for none). () is plain decoding.
+
+    A drafter is named once: asked twice for the same place it would repeat its noise, and siblings must be fresh.
+    """
 
     drafters: tuple[tuple[str, int, int], ...] = ()
     budget: int = 0
+
+    def __post_init__(self) -> None:
+        names = [name for name, _, _ in self.drafters]
+        if len(set(names)) < len(names):
+            raise OutriderError(f"the plan {names} names a drafter twice", "its second guesses would not be fresh", "a larger width")
 
 
 @dataclass(frozen=True, slots=True)

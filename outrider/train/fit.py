@@ -1,6 +1,6 @@
 """Distillation: a small draft learns the target's distribution (Kullback-Leibler, every position, no temperature).
 
-Half of what it reads is the target's own text, because that is what it will have to guess.
+A share of what it reads is the target's own text, because that is what it will have to guess.
 """
 
 import json
