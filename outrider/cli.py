@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.core.config import nearest
 from outrider.core.errors import OutriderError
 
 app = typer.Typer(
@@ -16,6 +17,30 @@ app = typer.Typer(
 )
 train = typer.Typer(no_args_is_help=True, help="Train a target and its draft from a recipe (resumes where it stopped).")
 app.add_typer(train, name="train")
+
+
+def _defaults(ctx: typer.Context, file: Path | None) -> Path | None:
+    """Take the defaults of a command's options from a TOML file; an unknown key names the nearest."""
+    if file is not None:
+        given = _toml(file)
+        known = [p.name for p in ctx.command.params if p.name not in ("config", "prompt")]
+        for key in given:
+            if key not in known:
+                raise nearest(key, known)
+        ctx.default_map = {**(ctx.default_map or {}), **given}
+    return file
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    import tomllib
+
+    if not file.is_file():
+        raise OutriderError(f"there is no file {file}", "", "a TOML file")
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as bad:
+        raise OutriderError(f"{file} is not TOML", str(bad), "mending the line it names") from bad
+
 
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; default: the embedded reference pair.")]
 Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
@@ -34,6 +59,7 @@ MinP = Annotated[float, typer.Option()]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text, whoever drafts.")]
 RuleName = Annotated[str | None, typer.Option("--rule", help="exact or coupled; default: coupled with a seed, exact without.")]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
+Config = Annotated[Path | None, typer.Option(is_eager=True, callback=_defaults, help="A TOML file of these options; flags win.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line of the output is one JSON document.")]
 
 
@@ -95,7 +121,7 @@ def run(
     seed: Seed = None, rule: RuleName = None, stop: Stop = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of that many tokens beside the chosen one.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
-    as_json: AsJson = False,
+    as_json: AsJson = False, config: Config = None,
 ) -> None:  # fmt: skip
     """Write a continuation of PROMPT."""
     text = _prompt(prompt)
@@ -106,15 +132,23 @@ def run(
     }  # fmt: skip
     asked = [{"role": "user", "content": text}] if chat else text
     if as_json:
-        from rich.console import Console
-
-        with Console(stderr=True).status("writing"):
-            out = rt.chat(asked, **knobs) if chat else rt.generate(text, **knobs)
-        _print_json(out)
+        _print_json(_watched(rt.stream(asked, **knobs), max_tokens))
         return
     for chunk in rt.stream(asked, **knobs):
         print(chunk.text, end="", flush=True)
     print()
+
+
+def _watched(chunks: Any, total: int) -> Any:
+    """The result of a stream, with a progress bar on standard error meanwhile."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task, last = bar.add_task("writing", total=total), None
+        for last in chunks:
+            bar.advance(task, len(last.tokens))
+    return last.result if last else None
 
 
 def _print_json(out: Any) -> None:
@@ -157,14 +191,7 @@ Work = Annotated[Path | None, typer.Option(help="Where streams, checkpoints and 
 
 
 def _training(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
-    import tomllib
-
-    if not recipe.is_file():
-        raise OutriderError(f"there is no recipe {recipe}", "", "recipes/reference-cpu.toml")
-    try:
-        return tomllib.loads(recipe.read_text("utf-8")), work or Path(".train") / recipe.stem
-    except tomllib.TOMLDecodeError as bad:
-        raise OutriderError(f"{recipe} is not TOML", str(bad), "mending the line it names") from bad
+    return _toml(recipe), work or Path(".train") / recipe.stem
 
 
 def _say(line: str) -> None:

@@ -69,13 +69,24 @@ def test_stream_prints_the_text_of_a_file_and_of_standard_input(outrider, folder
         (("run", "x", "--drafters", "lokup"), b"", "Try: 'lookup'"),
         (("run", "x", "--target", "/no/such/folder"), b"", "there is no folder /no/such/folder"),
         (("run", "x", "--max-tokns", "3"), b"", "--max-tokens"),
-        (("train", "pretrain", "--recipe", "none.toml", "--data", "x"), b"", "there is no recipe none.toml"),
+        (("train", "pretrain", "--recipe", "none.toml", "--data", "x"), b"", "there is no file none.toml"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_a_sentence(outrider, folders, words, stdin, says):
     target = () if "--target" in words or words[0] == "train" else ("--target", folders["target"])
     code, _, err = outrider(*words, *target, stdin=stdin)
     assert code == 2 and says in err and "Traceback" not in err
+
+
+def test_options_come_from_a_file_and_flags_win(outrider, folders, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(f'target = "{folders["target"]}"\nmax_tokens = 7\ndepth = 2\nstop = ["zzzz"]\n')
+    found = json.loads(outrider("run", "the fox", "--config", file, "--json")[1])
+    assert len(found["tokens"]) == 7 and max(found["stats"]["per_step_drafted"]) <= 2
+    assert len(json.loads(outrider("run", "the fox", "--config", file, "--max-tokens", 3, "--json")[1])["tokens"]) == 3
+    file.write_text("max_tokns = 7")
+    code, _, err = outrider("run", "the fox", "--config", file)
+    assert code == 2 and "Try: 'max_tokens'" in err
 
 
 def test_ctrl_c_in_a_stream_is_exit_code_130_and_frees_the_row(outrider, folders, monkeypatch):

@@ -258,3 +258,9 @@ def test_the_same_prompt_twice_is_computed_once(folders, lonely):
     second = runtime.generate(prompt, **HOW)
     assert first.tokens == second.tokens == lonely.generate(prompt, **HOW).tokens
     assert runtime.engine.target.computed - before == 1 + second.stats["drafted"] + second.stats["steps"] - 1
+
+
+def test_the_last_chunk_of_a_stream_holds_the_whole(rt):
+    chunks = list(rt.stream(PROMPTS[0], max_tokens=9))
+    assert [c.result is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].result.tokens == [t for c in chunks for t in c.tokens]

@@ -36,12 +36,14 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a stream: new text (may be empty), its tokens and their origins; finish_reason on the last one."""
+    """A piece of a stream: new text (may be empty), its tokens and their origins. The last one has a finish_reason and
+    the whole Generation."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     finish_reason: str | None = None
+    result: Generation | None = None
 
 
 class Runtime:
@@ -78,7 +80,8 @@ class Runtime:
             while seq.finish_reason is None:
                 self.engine.step()
                 text = _settled(self._decode(seq), seq)
-                yield Chunk(text[len(sent) :], seq.generated[told:], seq.origins[told:], seq.finish_reason)
+                result = self._result(seq) if seq.finish_reason else None
+                yield Chunk(text[len(sent) :], seq.generated[told:], seq.origins[told:], seq.finish_reason, result)
                 told, sent = seq.produced, text
         finally:
             self.engine.cancel(seq)
