@@ -8,7 +8,7 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
 RECIPE ?= recipes/reference-cpu.toml
 DATA ?= ../shared/data
 
-.PHONY: demo test test-slow test-gpu lint size mutants train clean
+.PHONY: demo test test-slow test-gpu bench lint size mutants train clean
 
 demo: $(VENV)/ready
 	$(BIN)/outrider demo
@@ -21,6 +21,10 @@ test-slow: $(VENV)/ready
 
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
+
+# Rewrites docs/results/speed.json and speed.md on this machine.
+bench: $(VENV)/ready
+	$(BIN)/outrider bench
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests

@@ -54,8 +54,8 @@ Context = Annotated[int | None, typer.Option(help="Tokens a text can hold.")]
 Tokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 is off.")]
-TopP = Annotated[float, typer.Option()]
-MinP = Annotated[float, typer.Option()]
+TopP = Annotated[float, typer.Option(help="1 is off.")]
+MinP = Annotated[float, typer.Option(help="0 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text, whoever drafts.")]
 RuleName = Annotated[str | None, typer.Option("--rule", help="exact or coupled; default: coupled with a seed, exact without.")]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
@@ -111,6 +111,23 @@ def demo(
         console.save_svg(str(svg), title="outrider demo")
     if not all(r.identical for r in results):
         raise OutriderError("a speculative text differs from the plain one", "this is a bug", "reporting it with the output above")
+
+
+@app.command()
+def bench(
+    count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 128, depth: Depth = 4,
+    device: Device = "auto", dtype: DType = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for speed.json and speed.md.")] = Path("docs/results"),
+) -> None:  # fmt: skip
+    """The reference pair over the six categories: plain against each set of drafters, paired, in one run."""
+    from rich.console import Console
+
+    from outrider.bench import run as speed
+
+    with Console(stderr=True).status("writing") as status:
+        result = speed.speed(count, max_tokens, depth, lambda category: status.update(f"writing {category}"), device=device, dtype=dtype)
+    speed.save(result, out, "speed")
+    print(speed.markdown(result))
 
 
 @app.command()
