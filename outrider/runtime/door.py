@@ -1,7 +1,7 @@
 """The door: text becomes a Request here, and tokens become text again. Below it nobody sees text."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -75,11 +75,11 @@ class Runtime:
         return self._chunks(self.request(tokens, params, **knobs))  # a bad request is refused here, not at the first chunk
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
-        seq, told, sent = self.engine.submit(request), 0, ""
+        seq, told, sent, running = self.engine.submit(request), 0, "", RunningText(self._text)
         try:
             while seq.finish_reason is None:
                 self.engine.step()
-                text = _settled(self._decode(seq), seq)
+                text = self._decode(seq) if seq.finish_reason else _settled(running.add(seq.tokens[len(request.prompt) + told :]), seq)
                 result = self._result(seq) if seq.finish_reason else None
                 yield Chunk(text[len(sent) :], seq.generated[told:], seq.origins[told:], seq.finish_reason, result)
                 told, sent = seq.produced, text
@@ -180,6 +180,28 @@ class Runtime:
         )  # fmt: skip
 
 
+class RunningText:
+    """The text of tokens that arrive in pieces, without decoding all of them again each time.
+
+    Only what came since the last piece that ended in a whole character is decoded, behind the piece before it (some
+    tokenizers write a token differently at the start of a text).
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode, self.text, self.start, self.settled = decode, "", 0, 0
+        self.tokens: list[int] = []
+
+    def add(self, new: list[int]) -> str:
+        """The whole text so far; a half character at its end is left out."""
+        self.tokens += new
+        known, longer = self.decode(self.tokens[self.start : self.settled]), self.decode(self.tokens[self.start :])
+        if longer.endswith("\ufffd"):
+            return self.text
+        self.text += longer[len(known) :]
+        self.start, self.settled = self.settled, len(self.tokens)
+        return self.text
+
+
 def _ended(text: str, before: str, stops: tuple[str, ...]) -> int | None:
     """Where the first stop string begins that ends after `before`, of which `text` is a continuation; None without one."""
     settled = len(before.rstrip("\ufffd"))
@@ -191,7 +213,6 @@ def _settled(text: str, seq: Sequence) -> str:
     """The part of a running text that can no longer change: no half characters, no beginnings of stop strings."""
     if seq.finish_reason:
         return text
-    text = text.rstrip("\ufffd")
     for stop in seq.request.sampling.stop:
         for n in range(min(len(stop) - 1, len(text)), 0, -1):
             if text.endswith(stop[:n]):
