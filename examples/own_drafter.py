@@ -1,4 +1,4 @@
-"""A drafter of your own: it always guesses that the last token comes again. Four verbs, no base class."""
+"""A drafter of your own: after a word of the prompt it guesses the word that followed it there. Four verbs, no base class."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ import outrider
 from outrider.core import tree
 
 
-class Echo:
-    name, needs = "echo", ("tokens",)
+class Parrot:
+    name, needs = "parrot", ("tokens",)
 
     def begin(self, seq): ...
 
@@ -16,11 +16,19 @@ class Echo:
     def observe(self, seqs, draft, outcome): ...
 
     def extend(self, seqs, draft, frontier, width, source, settings, noise):
-        last = [draft.token[p] if p >= 0 else seqs[~p].tokens[-1] for p in frontier]
-        return tree.grow(draft, frontier, np.array(last), source, score=0.1)
+        parents, tokens = [], []
+        for place in frontier.tolist():
+            seq = seqs[~place if place < 0 else draft.row[place]]
+            last = seq.tokens[-1] if place < 0 else int(draft.token[place])
+            prompt = seq.request.prompt
+            if last in prompt[:-1]:
+                parents.append(place)
+                tokens.append(prompt[prompt.index(last) + 1])
+        return tree.grow(draft, np.array(parents, int), np.array(tokens, int), source, score=0.5)
 
 
-rt = outrider.load(outrider.reference.target(), drafters=[Echo()], depth=2)
-out = rt.generate("ha ha ha ha", max_tokens=40)
+rt = outrider.load(outrider.reference.target(), drafters=[Parrot()], depth=2)
+ask = "Copy the following text word for word:\nOlga measured the brown bridge in Oslo. On day 34, Nils described 6 ladders."
+out = rt.chat([{"role": "user", "content": ask}], max_tokens=60)
 print(out.text)
-print("echoes accepted:", out.origins.count("echo"), "of", out.stats["drafted"], "and the text is the target's own all the same")
+print("the parrot wrote", out.origins.count("parrot"), "of", len(out.tokens), "tokens, and the text is the target's own all the same")

@@ -289,3 +289,31 @@ def test_a_saved_folder_is_loaded_as_it_was_made(tmp_path):
     folder = tiny_folder(tmp_path / "m", seed=3)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 300
     assert outrider.load(folder, []).engine.target.spec.context == 256
+
+
+def test_local_attention_is_refused_by_name():
+    config = hf.GPTNeoConfig(
+        vocab_size=50, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], bos_token_id=0, eos_token_id=1
+    )
+    refused(lambda: loading.wrap(hf.GPTNeoForCausalLM(config), "neo", "v"), "neo", "local attention")
+
+
+@pytest.mark.parametrize("prompt", [None, 7, "caf\udce9"])
+def test_a_prompt_that_is_no_text(rt, prompt):
+    refused(lambda: rt.stream(prompt) if isinstance(prompt, str) else rt._encode(prompt), "prompt", "text")
+
+
+@pytest.mark.parametrize("messages", [[{"content": "hi"}], [{"role": "user", "content": None}], ["hi"]])
+def test_messages_that_are_none(rt, messages):
+    with pytest.raises(OutriderError, match=r"message"):
+        rt.chat(messages)
+
+
+@pytest.mark.parametrize("knobs", [{"logit_bias": {"a": 1}}, {"stop_token_ids": ["a"]}, {"temperature": 1e-40}])
+def test_settings_of_the_wrong_kind(rt, knobs):
+    refused(lambda: rt.generate("the fox", **knobs), next(iter(knobs)))
+    refused(lambda: rt.generate("the fox", SamplingParams(**knobs)), next(iter(knobs)))
+
+
+def test_a_drafter_cannot_take_the_name_of_the_target(folders):
+    refused(lambda: outrider.load(folders["target"], [SimpleNamespace(name="target")]), "target")

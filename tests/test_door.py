@@ -5,6 +5,7 @@ from tiny import spelling, tiny_folders
 
 import outrider
 from outrider.core.errors import OutriderError
+from outrider.core.types import SamplingParams
 
 PROMPTS = ["the quick fox", "def add(", "she sells", "sea", "a + b"]
 FIGURES = {
@@ -264,3 +265,37 @@ def test_the_last_chunk_of_a_stream_holds_the_whole(rt):
     chunks = list(rt.stream(PROMPTS[0], max_tokens=9))
     assert [c.result is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1].result.tokens == [t for c in chunks for t in c.tokens]
+
+
+def test_a_stream_that_another_call_finishes_still_says_everything(rt):
+    want = rt.generate(PROMPTS[0], max_tokens=12)
+    stream = rt.stream(PROMPTS[0], max_tokens=12)
+    chunks = [next(stream)]
+    rt.generate(PROMPTS[1], max_tokens=40)
+    chunks += list(stream)
+    assert "".join(c.text for c in chunks) == want.text and chunks[-1].finish_reason == want.finish_reason
+
+
+def test_a_long_stop_string_of_many_bytes_is_found_token_by_token(rt):
+    stop = "\N{FOX FACE}" * 6
+    cut, tokens = rt._cutter((stop,)), rt.tokenizer(stop, add_special_tokens=False)["input_ids"]
+    assert len(tokens) > len(stop) + 8
+    found = [cut(tokens[:i], [t]) for i, t in enumerate(tokens)]
+    assert found == [None] * (len(tokens) - 1) + [1]
+    assert cut([], tokens) == len(tokens)
+
+
+def test_a_single_stop_string_in_sampling_params_is_one_string(rt):
+    text = rt.generate(PROMPTS[0], max_tokens=20).text
+    stop = text[4:7]
+    both = rt.generate(PROMPTS[0], max_tokens=20, stop=stop), rt.generate(PROMPTS[0], SamplingParams(max_tokens=20, stop=stop))
+    assert both[0].text == both[1].text
+
+
+def test_speculation_off_says_so(rt):
+    assert set(rt.generate(PROMPTS[0], max_tokens=4, speculation="off").stats["reasons"]) == {"off:request"}
+
+
+def test_a_draft_gets_the_context_of_the_target(folders):
+    runtime = outrider.load(folders["target"], [f"model:{folders['draft']}"], context=100, rows=1)
+    assert runtime.engine.drafters["model"].model.spec.context == 100

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import contracts
 import numpy as np
 import pytest
 import torch
@@ -321,3 +322,25 @@ def test_rows_advance_at_their_own_speed():
     assert slow.generated == run(toy_engine(), ask((4, 5), drafters=PLAIN, max_tokens=20))[0].generated
     assert len(fast.records) == 4 and len(slow.records) == 20
     assert fast.origins.count("oracle") == 16 and set(slow.origins) == {"target"}
+
+
+def test_a_failure_after_the_verdict_loses_nothing(monkeypatch):
+    """The verdict is written with the tokens or not at all."""
+    engine = Engine(ToyModel(6, 5), {}, fixed(Plan()), 1)
+    seq = engine.submit(contracts.request([1, 2], max_tokens=1))
+    monkeypatch.setattr(engine, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert seq.finish_reason is None and seq.generated == []
+    monkeypatch.undo()
+    engine.step()
+    assert (seq.finish_reason, seq.produced) == ("length", 1)
+
+
+def test_a_budget_below_the_width_narrows_the_draft():
+    draft = ModelDrafter(ToyModel(6, 9, name="draft"), "model")
+    engine = Engine(ToyModel(6, 5), {"model": draft}, fixed(Plan((("model", 2, 4),), budget=3)), 1)
+    seq = engine.submit(contracts.request([1, 2], max_tokens=12, temperature=1.0, rule="exact"))
+    while seq.finish_reason is None:
+        engine.step()
+    assert {d for r in seq.records[:-1] for d in r.drafted} == {3}

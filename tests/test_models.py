@@ -130,3 +130,18 @@ def test_a_step_that_is_dropped_before_commit_loses_nothing():
     assert torch.equal(again[0], torch.from_numpy(toy.logits([1, 2, 3])))
     toy.commit([seq], Draft(rows=1), Outcome([[]], [6], [0]))
     assert toy.rows.of(seq).text == [1, 2, 3]
+
+
+def test_an_interrupted_prefill_leaves_nothing_to_reuse(monkeypatch):
+    """The text of a row is what was computed, never what was about to be."""
+    toy, prompt = ToyModel(7, 3, rows=1), [1, 2, 3, 4, 5, 6]
+    write = toy._write
+    monkeypatch.setattr(toy, "_write", lambda layout: (_ for _ in ()).throw(KeyboardInterrupt))
+    seq = sequence(prompt)
+    toy.open(seq)
+    with pytest.raises(KeyboardInterrupt):
+        toy.prefill([seq])
+    toy.close(seq)
+    monkeypatch.setattr(toy, "_write", write)
+    again = run(Engine(toy, {}, fixed(Plan()), 1), [request(prompt, max_tokens=8)])[0]
+    assert again.generated == run(Engine(ToyModel(7, 3), {}, fixed(Plan()), 1), [request(prompt, max_tokens=8)])[0].generated

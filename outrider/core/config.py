@@ -42,6 +42,7 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
             _number(s, name)
     _must(s.seed is None or -(2**63) <= s.seed < 2**63, f"seed={s.seed} does not fit 64 bits", "a smaller seed")
     _must(s.temperature >= 0, f"temperature={s.temperature} is negative", "0 for greedy text, 0.7 to 1 for varied text")
+    _must(s.temperature == 0 or s.temperature >= 1e-3, f"temperature={s.temperature} is too small to divide by", "0, which is greedy")
     _must(s.top_k >= 0, f"top_k={s.top_k} is negative", "0 for all tokens")
     _must(0 < s.top_p <= 1, f"top_p={s.top_p} is outside (0, 1]", "1 for all tokens")
     _must(0 <= s.min_p <= 1, f"min_p={s.min_p} is outside [0, 1]", "0 for all tokens")
@@ -51,6 +52,7 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
     _must(s.logprobs is None or 0 <= s.logprobs <= 100, f"logprobs={s.logprobs} is outside 0..100", "0 for the emitted token alone")
     _must(all(isinstance(text, str) for text in s.stop), f"stop={s.stop!r} holds something that is no text", "strings, or stop_token_ids")
     _must(all(math.isfinite(v) for _, v in s.logit_bias), f"logit_bias={dict(s.logit_bias)} holds a number that is not finite", "-100 to 100")
+    _must(all(isinstance(t, int) for t in s.stop_token_ids), f"stop_token_ids={s.stop_token_ids!r} holds something that is no id", "token ids")
     _must(all(s.stop), "an empty stop string would end every text at once", "leaving it out")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")
@@ -69,15 +71,21 @@ def sampling(given: SamplingParams | None, vocab: int, **knobs: Any) -> Sampling
     for key in knobs:
         if key not in known:
             raise nearest(key, known)
-    for key in ("stop", "stop_token_ids"):
-        if isinstance(knobs.get(key), (str, int)):
-            knobs[key] = (knobs[key],)
-        elif key in knobs:
-            knobs[key] = tuple(knobs[key] or ())
-    if isinstance(knobs.get("logit_bias"), dict):
-        knobs["logit_bias"] = tuple((int(t), float(v)) for t, v in knobs["logit_bias"].items())
     base = {} if given is None else {n: getattr(given, n) for n in known}
-    return check_sampling(SamplingParams(**{**base, **knobs}), vocab)
+    return check_sampling(SamplingParams(**_plain({**base, **knobs})), vocab)
+
+
+def _plain(knobs: dict[str, Any]) -> dict[str, Any]:
+    """Single stops become tuples, a bias table becomes pairs."""
+    for key in ("stop", "stop_token_ids"):
+        value = knobs.get(key)
+        knobs[key] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+    bias = knobs.get("logit_bias") or ()
+    try:
+        knobs["logit_bias"] = tuple((int(t), float(v)) for t, v in (bias.items() if isinstance(bias, dict) else bias))
+    except (TypeError, ValueError) as bad:
+        raise OutriderError(f"logit_bias={bias!r} is no table of token ids and numbers", "", "{token id: bias}") from bad
+    return knobs
 
 
 @dataclass(frozen=True, slots=True)

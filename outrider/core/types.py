@@ -66,7 +66,7 @@ class Request:
     drafters: frozenset[str] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A running request. Every part keeps its own state in `slots` under its own name."""
 

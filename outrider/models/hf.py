@@ -1,7 +1,7 @@
 """Any transformers causal LM, its modelling code unmodified, on our slot cache.
 
 Knows nothing of drafting or acceptance. What varies between architectures is asked of the config (windows) or of the
-signature (logits_to_keep), and `models.load.self_check` refuses a class for which the answer was wrong.
+signature (logits_to_keep). `models.load` refuses by name what it knows to be different, and checks a short tree step.
 """
 
 import copy
@@ -53,8 +53,9 @@ class HFModel:
         for seq in seqs:
             tail = self.rows.tail(seq)[:-1]
             for start in range(0, len(tail), self.chunk):
-                _, layout = self.rows.append(seq, tail[start : start + self.chunk])
-                self._forward(layout, **self.one_logit)
+                part = tail[start : start + self.chunk]
+                self._forward(self.rows.append(seq, part)[1], **self.one_logit)
+                self.rows.appended(seq, part)
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
         fresh = [seqs[~p] for p in places.tolist() if p < 0]

@@ -126,15 +126,18 @@ class Rows:
         return seq.tokens[self.of(seq).cached :]
 
     def append(self, seq: Sequence, tokens: list[int]) -> tuple[Row, Layout]:
-        """The layout of a prefill chunk; the tokens count as cached at once."""
+        """The layout of a prefill chunk. Its tokens count as cached when `appended` says that they were computed."""
         row = self.of(seq)
         start, width = row.cached, len(tokens)
         position = np.arange(start, start + width)[None]
         slots = np.arange(_bucket(start + width, self.capacity))[None]
         visible = slots[:, None, :] <= position[:, :, None]
-        row.text += tokens
         at = np.array([0]), np.array([width - 1])
         return row, Layout(np.array([row.index]), np.array([tokens]), position, position, slots, visible, *at)
+
+    def appended(self, seq: Sequence, tokens: list[int]) -> None:
+        """The chunk is in the cache now."""
+        self.of(seq).text += tokens
 
     def layout(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Layout:
         """Where everything goes in one forward over `places`; marks it as this step's scratch."""

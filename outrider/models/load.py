@@ -118,7 +118,8 @@ def refuse_unfit(config: Any, name: str) -> None:
     alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
     reason = (
         f"its state ({', '.join(odd) or text.model_type}) cannot be rolled back yet" if odd or recurrent
-        else "its ALiBi positions do not fit draft trees yet" if alibi else None
+        else "its ALiBi positions do not fit draft trees yet" if alibi
+        else "its local attention is masked inside the layer" if "local" in (getattr(text, "attention_layers", None) or []) else None
     )  # fmt: skip
     if reason or getattr(config, "is_encoder_decoder", False):
         raise OutriderError(
@@ -126,10 +127,11 @@ def refuse_unfit(config: Any, name: str) -> None:
         )
 
 
-def context_of(config: Any, asked: int | None) -> int:
+def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
+    """Tokens a row holds: what is asked for, 4,096 without asking; beyond the model's limit an error, or `clip`ped."""
     text = config.get_text_config()
     limit = next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
-    if asked is not None and asked > limit:
+    if asked is not None and asked > limit and not clip:
         raise OutriderError(f"context={asked} is more than the model's {limit}", "", f"context={limit}")
     return min(asked or 4096, limit)
 
@@ -163,7 +165,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def load_model(
     path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", rows: int = 4, context: int | None = None, chunk: int = 512,
-    name: str | None = None, check: bool = True,
+    name: str | None = None, check: bool = True, clip: bool = False,
 ) -> tuple[HFModel, Any, MemoryPlan]:  # fmt: skip
     """(model, tokenizer, memory plan) from a folder or hub id.
 
@@ -175,7 +177,7 @@ def load_model(
     name = name or folder.name
     refuse_unfit(config, name)
     dtype = pick_dtype(config, dtype, where)
-    room = context_of(config, context)
+    room = context_of(config, context, clip)
     plan = memory_plan(folder, dtype, rows, room)
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)

@@ -77,6 +77,7 @@ class ToyModel:
             tail = self.rows.tail(seq)[:-1]
             if tail:
                 self._write(self.rows.append(seq, tail)[1])
+                self.rows.appended(seq, tail)
 
     def _write(self, layout: Layout) -> None:
         self.forwards += 1

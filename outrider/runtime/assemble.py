@@ -10,7 +10,7 @@ import psutil
 from outrider.core.config import load_settings, nearest
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Drafter
-from outrider.core.types import Plan
+from outrider.core.types import TARGET, Plan
 from outrider.models import load as models
 from outrider.models.vocab import check_pair
 from outrider.runtime.door import Runtime
@@ -41,8 +41,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     held = {"target": {"predicted": memory.total, "held": model.held_bytes()}}
     for spec in specs:
         part, plan = _drafter(spec, model, tokenizer, str(target), how, parts)
-        if part.name in parts:
-            raise OutriderError(f"there are two drafters named '{part.name}'", "", "another name for one of them")
+        if part.name in parts or part.name == TARGET:
+            raise OutriderError(f"a drafter cannot be named '{part.name}'", "that name is taken", "another name for it")
         parts[part.name] = part
         if plan:
             held[part.name] = {"predicted": plan.total, "held": part.model.held_bytes()}  # type: ignore[attr-defined]
@@ -62,14 +62,14 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
 
 def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: Any) -> None:
     """Target and drafts must fit together, before the first is read."""
-    device, total = models.pick_device(s.device), []
+    device, total, room = models.pick_device(s.device), [], 0
     for path in [target, *(spec.partition(":")[2] for spec in specs if isinstance(spec, str) and ":" in spec)]:
         folder = models.locate(path)
         config = models.load_config(folder)
         models.refuse_unfit(config, folder.name)
         dtype = models.pick_dtype(config, s.dtype, device)
-        context = s.context if path == target else None
-        total.append(models.memory_plan(folder, dtype, s.rows, models.context_of(config, context)))
+        room = models.context_of(config, s.context if path == target else room, clip=path != target)
+        total.append(models.memory_plan(folder, dtype, s.rows, room))
     models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
 
 
@@ -84,6 +84,6 @@ def _drafter(
     if kind == "lookup":
         return make(), None
     label = "model" if "model" not in taken else f"model-{len(taken) + 1}"
-    model, own, plan = models.load_model(path, name=label, **how)
+    model, own, plan = models.load_model(path, name=label, context=target.spec.context, clip=True, **how)
     check_pair(tokenizer, own, target_name, path)
     return make(model, label, target.spec.vocab_size), plan

@@ -77,12 +77,16 @@ class Runtime:
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         seq, told, sent, running = self.engine.submit(request), 0, "", RunningText(self._text)
         try:
-            while seq.finish_reason is None:
-                self.engine.step()
-                text = self._decode(seq) if seq.finish_reason else _settled(running.add(seq.tokens[len(request.prompt) + told :]), seq)
-                result = self._result(seq) if seq.finish_reason else None
-                yield Chunk(text[len(sent) :], seq.generated[told:], seq.origins[told:], seq.finish_reason, result)
-                told, sent = seq.produced, text
+            while True:
+                if seq.finish_reason is None:  # another call may have finished it
+                    self.engine.step()
+                ended, new = seq.finish_reason, seq.generated[told:]
+                text = running.add(new)
+                text = self._decode(seq) if ended else _settled(text, seq)
+                yield Chunk(text[len(sent) :], new, seq.origins[told:], ended, self._result(seq) if ended else None)
+                told, sent = told + len(new), text
+                if ended:
+                    return
         finally:
             self.engine.cancel(seq)
 
@@ -98,6 +102,7 @@ class Runtime:
         return [self._result(s) for s in seqs]
 
     def _encode(self, text: str) -> list[int]:
+        _must_be_text(text, "the prompt")
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         if not tokens:
             raise OutriderError("the prompt is empty", "this tokenizer puts no begin-of-text token before it", "at least one word")
@@ -108,6 +113,10 @@ class Runtime:
             raise OutriderError("this model has no chat template", "", "generate(prompt), or a model that was trained on chats")
         if not messages:
             raise OutriderError("the conversation is empty", "", "[{'role': 'user', 'content': ...}]")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise OutriderError(f"{message!r} is no message", "", "{'role': 'user', 'content': ...}")
+            _must_be_text(message.get("content"), f"the content of the {message['role']}'s message")
         tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
         ids: list[int] = tokens["input_ids"]
         return ids
@@ -132,8 +141,8 @@ class Runtime:
             cut=self._cutter(s.stop) if s.stop else None,
         )  # fmt: skip
 
-    def _drafters(self, speculation: str | list[str]) -> frozenset[str] | None:
-        if speculation == "auto":
+    def _drafters(self, speculation: str | list[str] | None) -> frozenset[str] | None:
+        if speculation == "auto" or speculation is None:
             return None
         if speculation == "off":
             return frozenset()
@@ -150,7 +159,7 @@ class Runtime:
 
     def _cutter(self, stops: tuple[str, ...]) -> Any:
         """How many new tokens stay so that the text ends with the token that completes a stop string."""
-        window = max(map(len, stops)) + 8  # tokens looked back at: a token has at least one byte
+        window = max(len(stop.encode()) for stop in stops) + 8  # tokens looked back at: a token has at least one byte
 
         def cut(generated: list[int], new: list[int]) -> int | None:
             old = generated[-window:]
@@ -178,6 +187,15 @@ class Runtime:
             finish_reason=seq.finish_reason or "cancelled", lossless=True, stats=stats(seq.records, seq.request.id),
             logprobs=seq.logprobs if seq.request.sampling.logprobs is not None else None,
         )  # fmt: skip
+
+
+def _must_be_text(text: object, name: str) -> None:
+    if not isinstance(text, str):
+        raise OutriderError(f"{name} is {text!r}", "it must be text", "a str")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as bad:
+        raise OutriderError(f"{name} is not UTF-8 text", str(bad), "converting it, e.g. iconv -t utf-8") from bad
 
 
 class RunningText:

@@ -64,12 +64,14 @@ class Engine:
         """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done."""
         self.batcher.admit(self._open)
         moved: list[Sequence] = []
-        for group in self.batcher.groups():
-            self._step(group)
-            moved += group
-        for seq in moved:
-            if seq.finish_reason:
-                self.cancel(seq)
+        try:
+            for group in self.batcher.groups():
+                self._step(group)
+                moved += group
+        finally:
+            for seq in moved:
+                if seq.finish_reason:
+                    self.cancel(seq)
         return moved
 
     def _open(self, seq: Sequence) -> None:
@@ -93,6 +95,8 @@ class Engine:
 
     def _step(self, seqs: list[Sequence]) -> None:
         plan, reason = self.choose(seqs)
+        if plan.drafters and not any(_allowed(s, name) for s in seqs for name, _, _ in plan.drafters):
+            plan, reason = Plan(), "off:request"
         clock, settings, noise = Clock(), Settings.of(seqs), _noise(seqs)
         self.target.prefill(seqs)
         clock.mark("prefill")
@@ -102,9 +106,11 @@ class Engine:
         places = tree.all_places(draft)
         logits = self.target.score(seqs, full, np.concatenate([tree.roots(len(seqs)), names])).logits
         clock.mark("score")
-        outcome = _cut(seqs, draft, _accept(draft, logits, places, settings, noise))
+        outcome, reasons = _cut(seqs, draft, _accept(draft, logits, places, settings, noise))
         clock.mark("accept")
         emitted = self._write(seqs, draft, outcome, logits)
+        for seq, why in zip(seqs, reasons, strict=True):
+            seq.finish_reason = why
         self._commit(seqs, full, outcome.renamed(names))
         clock.mark("commit")
         self._record(seqs, plan, reason, draft, outcome, emitted, clock)
@@ -115,13 +121,14 @@ class Engine:
         room = np.array([s.request.sampling.max_tokens - s.produced - 1 for s in seqs])
         for name, depth, width in plan.drafters:
             bit = self.bits[name]
-            allowed = [s.request.drafters is None or name in s.request.drafters for s in seqs]
-            frontier = tree.roots(len(seqs))[np.array(allowed)]
+            cap = _cap(plan, settings)
+            across = min(width, cap)
+            frontier = tree.roots(len(seqs))[np.array([_allowed(s, name) for s in seqs])]
             for level in range(depth):
-                frontier = _fitting(draft, frontier, width, level, room, _cap(plan, settings))
+                frontier = _fitting(draft, frontier, across, level, room, cap)
                 if not len(frontier):
                     break
-                draft = self.drafters[name].extend(seqs, draft, frontier, width, bit, settings, noise)
+                draft = self.drafters[name].extend(seqs, draft, frontier, across, bit, settings, noise)
                 frontier = np.flatnonzero(((draft.source & bit) > 0) & (draft.depth == level + 1))
         return draft
 
@@ -170,6 +177,11 @@ class Engine:
             seq.records.append(record)
 
 
+def _allowed(seq: Sequence, drafter: str) -> bool:
+    """May this drafter guess for this request?"""
+    return seq.request.drafters is None or drafter in seq.request.drafters
+
+
 def _noise(seqs: list[Sequence]) -> RowNoise:
     columns = [(s.request.seed, s.steps, len(s.tokens)) for s in seqs]
     return RowNoise(*(np.array(c, np.int64) for c in zip(*columns, strict=True)))
@@ -204,20 +216,21 @@ def _accept(draft: Draft, logits: Tensor, places: Ints, settings: Settings, nois
     return RULES[rule]().accept(draft, warp(logits, places, draft, settings), noise)
 
 
-def _cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> Outcome:
-    """End each row at its first end token, stop string or limit, whichever comes first, and set its finish_reason.
+def _cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome, list[str | None]]:
+    """End each row at its first end token, stop string or limit, whichever comes first; why it ended, or None, by row.
 
     Cache, history, noise position and records all see only what is left.
     """
-    paths, bonuses, discarded = [], [], []
+    paths, bonuses, discarded, reasons = [], [], [], []
     for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
         assert bonus is not None
         new = [*draft.token[path].tolist(), bonus]
-        keep, seq.finish_reason = _end(seq, new)
+        keep, why = _end(seq, new)
+        reasons.append(why)
         paths.append(path[:keep])
         bonuses.append(bonus if keep == len(new) else None)
         discarded.append(len(new) - keep)
-    return Outcome(paths, bonuses, discarded)
+    return Outcome(paths, bonuses, discarded), reasons
 
 
 def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:
