@@ -9,6 +9,7 @@ Invariant after every commit: slots [0, cached) of a row hold exactly what recom
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,20 +60,17 @@ class Layout:
         return self.visible & (self.positions[:, :, None] - self.slot_positions[:, None, :] < window)
 
 
-class Store:
-    """What Rows asks of the memory behind it: one verb to move slots. Subclasses hold the memory."""
+class Store(Protocol):
+    """What Rows asks of the memory behind it."""
 
     def copy(self, source: int, goal: int, start: int, stop: int) -> None:
         """Copy slots [start, stop) of row `source` to the same slots of row `goal`."""
-        raise NotImplementedError
 
     def move(self, row: int, sources: Ints, start: int) -> None:
         """Move the slots `sources` of a row to start, start + 1, ... (gather first, then write)."""
-        raise NotImplementedError
 
     def swap(self, a: int, b: int, stop: int) -> None:
         """Exchange slots [0, stop) of two rows."""
-        raise NotImplementedError
 
 
 class Rows:

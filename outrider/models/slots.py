@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from outrider.core.types import Ints
-from outrider.models.kv import Layout, Store, slots_for
+from outrider.models.kv import Layout, slots_for
 
 
 class SlotLayer(CacheLayerMixin):
@@ -76,7 +76,7 @@ class Aim:
         return self.index[heads, capacity]
 
 
-class SlotCache(Store):
+class SlotCache:
     """The transformers Cache made of SlotLayers, and the Store that moves their slots."""
 
     def __init__(self, layers: int, rows: int, context: int) -> None:

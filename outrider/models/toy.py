@@ -11,10 +11,10 @@ from torch import Tensor
 
 from outrider.core.noise import address, uniform
 from outrider.core.types import Can, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
-from outrider.models.kv import Layout, Rows, Store, slots_for
+from outrider.models.kv import Layout, Rows, slots_for
 
 
-class TokenStore(Store):
+class TokenStore:
     """Tokens and their positions, by row and slot."""
 
     def __init__(self, rows: int, capacity: int) -> None:
