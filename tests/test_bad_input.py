@@ -14,7 +14,7 @@ import outrider
 from outrider.core.errors import OutriderError
 from outrider.core.types import SamplingParams
 from outrider.models import load as loading
-from outrider.models.hf import HFModel
+from outrider.models.step import Step
 
 NAN = float("nan")
 
@@ -270,8 +270,8 @@ def test_classes_that_cannot_run_are_refused_by_name(config, name, reason, folde
 
 
 def test_a_model_with_a_broken_mask_fails_the_load_time_check(folders, monkeypatch):
-    honest = HFModel._mask
-    monkeypatch.setattr(HFModel, "_mask", lambda self, layout: torch.zeros_like(honest(self, layout)))
+    honest = Step._masks
+    monkeypatch.setattr(Step, "_masks", lambda self, *numbers: torch.zeros_like(honest(self, *numbers)))
     refused(lambda: outrider.load(folders["target"], []), "fails the load-time check", "LlamaForCausalLM", "differs from recomputation")
 
 

@@ -2,14 +2,21 @@
 
 import difflib
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from outrider.core.errors import OutriderError
 from outrider.core.types import SamplingParams
 
 RULES = ("exact", "coupled")
+
+
+def cache_folder() -> Path:
+    """Where what was built and measured is kept between processes: OUTRIDER_CACHE, or ~/.cache/outrider."""
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
 
 
 def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
@@ -90,7 +97,13 @@ def _plain(knobs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """What `outrider.load` takes beyond models and drafters. `drafted` shapes: depth and width of every drafter."""
+    """What `outrider.load` takes beyond models and drafters.
+
+    depth, width: of every drafter; budget: most nodes a step (0: no limit). rows: requests that run together. context:
+    tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
+    eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
+    of torch, for the whole process.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
@@ -101,6 +114,9 @@ class LoadSettings:
     rows: int = 4
     context: int | None = None
     chunk: int = 512
+    compile: str = "auto"
+    strict: bool = False
+    threads: int | None = None
 
 
 def load_settings(**given: Any) -> LoadSettings:
@@ -114,6 +130,9 @@ def load_settings(**given: Any) -> LoadSettings:
     for name, low in (("depth", 0), ("width", 1), ("budget", 0), ("rows", 1), ("chunk", 1)):
         value = getattr(s, name)
         _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
+    _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
+    _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")
+    _must(s.threads is None or (isinstance(s.threads, int) and s.threads >= 1), f"threads={s.threads!r} is not a whole number from 1 on", "threads=1")
     _must(s.context is None or (isinstance(s.context, int) and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")

@@ -118,11 +118,28 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """logits [places, V], in the order of the places asked for; hidden [places, d] or None."""
+class Best:
+    """What a model's step found out about its own logits: token int64 [n], the largest, ties to the lowest id; top
+    [n, 2]: its logit (NaN if any logit is) and the log of the sum of exponentials."""
 
-    logits: Tensor
+    token: Tensor
+    top: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logits of the asked places. `computed` [n, V] may hold others too: `at` are the asked ones' places, None: all, in
+    order. `best` is over `computed`. hidden [n, d] or None."""
+
+    computed: Tensor
     hidden: Tensor | None = None
+    at: list[int] | None = None
+    best: Best | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """[places, V], in the order of the places asked for."""
+        return self.computed if self.at is None else self.computed[self.at]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Scores, Sequence
-from outrider.models.kv import Layout, Rows
+from outrider.core.types import Best, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
+from outrider.models.compiled import Compiled
+from outrider.models.kv import Block, Rows
 from outrider.models.slots import SlotCache
+from outrider.models.step import Step
 
 LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on asked places only
 
@@ -27,18 +27,29 @@ class HFModel:
 
     def __init__(self, module: Any, spec: ModelSpec, rows: int, chunk: int = 512) -> None:
         self.module, self.spec, self.chunk = module.eval(), spec, chunk
+        kinds = windows(module.config)
         self.store = SlotCache(spec.layers, rows, spec.context)
-        self.rows = Rows(spec.name, rows, spec.context, self.store)
+        self.rows = Rows(spec.name, rows, spec.context, self.store, tuple(kinds.values()))
         self.device, self.dtype = module.device, module.dtype
-        self.windows = windows(module.config)
+        self.step = Step(module, self.store, kinds, spec.vocab_size)
+        self.compiled: Compiled | None = None
+        self.tier = "eager:off"  # what served the last forward of a step, or why it was not compiled
+        self.numbers = torch.arange(self.store.capacity, device=self.device)
+        self.reads: dict[int, Tensor] = {}
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
         self.forwards, self.computed = 0, 0
+        self.store.allocate(self.device, self._probe)
+
+    def _probe(self, zero: Tensor) -> None:
+        mask = zero.to(self.dtype)[None, None]
+        masks = dict.fromkeys(self.step.windows, mask) if len(self.step.windows) > 1 else mask
+        self.module(input_ids=zero, position_ids=zero, attention_mask=masks, past_key_values=self.store.cache, use_cache=True)
 
     def held_bytes(self) -> int:
-        """Bytes of the storages that weights, buffers and cache hold now."""
+        """Bytes of the storages that weights, buffers, cache and compiled steps hold now."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         storages: dict[int, int] = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values()) + self.store.bytes
+        return sum(storages.values()) + self.store.bytes + (self.compiled.bytes if self.compiled else 0)
 
     def open(self, seq: Sequence) -> None:
         self.rows.open(seq)
@@ -54,45 +65,37 @@ class HFModel:
             tail = self.rows.tail(seq)[:-1]
             for start in range(0, len(tail), self.chunk):
                 part = tail[start : start + self.chunk]
-                self._forward(self.rows.append(seq, part)[1], **self.one_logit)
+                self._eager(self.rows.append(seq, part), nodes=False, **self.one_logit)
                 self.rows.appended(seq, part)
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
         fresh = [seqs[~p] for p in places.tolist() if p < 0]
         self.prefill([s for s in fresh if len(self.rows.tail(s)) > LONG_TAIL])
         layout = self.rows.layout(seqs, draft, places)
-        logits = self._forward(layout)
-        if len(places) == layout.tokens.size:  # nothing but asked places: no gather unless they are out of order
-            flat = layout.out_row * layout.tokens.shape[1] + layout.out_col
-            if (flat == np.arange(len(places))).all():
-                return Scores(logits.flatten(0, 1))
-        return Scores(logits[torch.from_numpy(layout.out_row), torch.from_numpy(layout.out_col)])
+        outs = [self._forward(block) for block in layout.blocks]
+        logits, best, top = outs[0] if len(outs) == 1 else tuple(torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True))
+        at = None if layout.at == list(range(layout.size)) else layout.at
+        return Scores(logits.flatten(0, 1), at=at, best=Best(best.flatten(), top.flatten(0, 1)))
+
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        if self.compiled is None:
+            return self._eager(block)
+        package = self.compiled.get(*block.table.shape[:2])
+        self.tier = "compiled" if package else self.compiled.reason
+        return package(*self._inputs(block)) if package else self._eager(block)
 
     @torch.inference_mode()
-    def _forward(self, layout: Layout, **options: Any) -> Tensor:
-        self.store.aim.at(layout, self.device)
+    def _eager(self, block: Block, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out: tuple[Tensor, Tensor, Tensor] = self.step(*self._inputs(block), **options)
+        return out
+
+    def _inputs(self, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.forwards += 1
-        self.computed += layout.tokens.size
-        out = self.module(
-            input_ids=torch.from_numpy(layout.tokens).to(self.device),
-            position_ids=torch.from_numpy(layout.positions).to(self.device),
-            attention_mask=self._mask(layout),
-            past_key_values=self.store.cache,
-            use_cache=True,
-            **options,
-        )
-        logits: Tensor = out.logits[..., : self.spec.vocab_size]  # padding rows of the head are no tokens
-        return logits
-
-    def _mask(self, layout: Layout) -> Tensor | dict[str, Tensor]:
-        """Additive 4-D masks [b, 1, w, c]; a dict by layer type where a model mixes them."""
-        masks = {kind: self._additive(layout.windowed(w) if w else layout.visible) for kind, w in self.windows.items()}
-        return next(iter(masks.values())) if len(masks) == 1 else masks
-
-    def _additive(self, visible: NDArray[np.bool_]) -> Tensor:
-        low = torch.finfo(self.dtype).min
-        seen = torch.from_numpy(visible)[:, None].to(self.device)
-        return torch.where(seen, 0.0, low).to(self.dtype)
+        self.computed += block.table.shape[0] * block.table.shape[1]
+        if block.read not in self.reads:
+            self.reads[block.read] = self.numbers[: block.read]
+        table = torch.from_numpy(block.table).to(self.device)
+        return table, self.reads[block.read], self.store.rows(block.first, len(block.table))
 
     def view(self, layers: tuple[int, ...]) -> "HFView":
         """This model made of `layers` (ascending), final norm and head included, on the same cache."""
@@ -109,8 +112,10 @@ class HFView(HFModel):
             )
         self.__dict__.update(owner.__dict__)
         self.module = _with_layers(owner.module, layers)
+        self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
         self.forwards, self.computed = 0, 0
+        self.compiled, self.tier = None, "eager:view"
 
     def open(self, seq: Sequence) -> None:
         """The owner's row serves."""

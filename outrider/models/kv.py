@@ -7,12 +7,11 @@ step of the whole batch reads the cache without a gather; rows given back keep t
 Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
@@ -24,13 +23,13 @@ BUCKET = 64  # slots read are rounded up to this, so that shapes recur
 @dataclass(slots=True)
 class Row:
     """One row. `text`: the tokens whose keys are in slots [0, cached); `base`: where scratch begins in this step, or
-    -1 when the step has not touched the row; `scratch`: the nodes there, in order."""
+    -1 when the step has not touched the row; `scratch`: node -> which scratch slots it sees, in the order of slots."""
 
     index: int
     text: list[int] = field(default_factory=list)
     owner: Sequence | None = None
     base: int = -1
-    scratch: list[int] = field(default_factory=list)
+    scratch: dict[int, int] = field(default_factory=dict)
     used: int = 0
 
     @property
@@ -38,26 +37,31 @@ class Row:
         return len(self.text)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """One forward: which rows, and per row and column the token, its position, its slot; what each may see.
+Column = tuple[int, ...]
 
-    tokens, positions, slots [b, w]; slot_positions [b, c]; visible [b, w, c]; out_row, out_col: where the asked places
-    are. Padding columns write to the last slot, which nothing reads.
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One forward over rows first .. first + b - 1, which reads `read` slots of each.
+
+    table [b, w, 4 + kinds of windows], per column: token, position, slot, upto, sees. It sees every slot below upto
+    (within its layer's window), and slot upto + k if bit k of sees is set: a step's scratch is no more than 64 slots.
+    Padding columns write to the last slot, which nothing reads.
     """
 
-    rows: Ints
-    tokens: Ints
-    positions: Ints
-    slots: Ints
-    slot_positions: Ints
-    visible: NDArray[np.bool_]
-    out_row: Ints
-    out_col: Ints
+    first: int
+    table: Ints
+    read: int
 
-    def windowed(self, window: int) -> NDArray[np.bool_]:
-        """`visible` for a layer that sees the last `window` positions, its own included."""
-        return self.visible & (self.positions[:, :, None] - self.slot_positions[:, None, :] < window)
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The forwards of one `score`. Their places one after the other, padding included, are `size`; at[i] is where asked
+    place i is among them."""
+
+    blocks: list[Block]
+    at: list[int]
+    size: int
 
 
 class Store(Protocol):
@@ -76,8 +80,9 @@ class Store(Protocol):
 class Rows:
     """The bookkeeping of one model's cache."""
 
-    def __init__(self, name: str, count: int, context: int, store: Store) -> None:
-        self.name, self.capacity, self.store = name, slots_for(context), store
+    def __init__(self, name: str, count: int, context: int, store: Store, windows: tuple[int | None, ...] = (None,)) -> None:
+        self.name, self.capacity, self.store, self.windows = name, slots_for(context), store, windows
+        self.reuse = True
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
 
@@ -90,7 +95,7 @@ class Rows:
         if self.active == len(self.all):
             raise OutriderError(f"all {self.active} rows of {self.name} are taken", "", "fewer requests at a time, or load with more rows")
         prompt = seq.request.prompt
-        shared = [min(_common(row.text, prompt), len(prompt) - 1) for row in self.all]
+        shared = [min(_common(row.text, prompt), len(prompt) - 1) if self.reuse else 0 for row in self.all]
         best = int(np.argmax(shared))
         free = self.all[self.active :]
         own = best >= self.active and 2 * shared[best] >= self.all[best].cached
@@ -101,7 +106,7 @@ class Rows:
         self.reused += shared[best]
         self._exchange(row, self.all[self.active])
         self.active += 1
-        row.owner, row.base, row.scratch = seq, -1, []
+        row.owner, row.base, row.scratch = seq, -1, {}
         seq.slots[self.name] = row
         return row
 
@@ -109,7 +114,7 @@ class Rows:
         """Free the row of `seq`; its text stays for reuse. The last row in use takes its index."""
         row: Row = seq.slots.pop(self.name)
         self.clock += 1
-        row.owner, row.base, row.scratch, row.used = None, -1, [], self.clock
+        row.owner, row.base, row.scratch, row.used = None, -1, {}, self.clock
         self.active -= 1
         self._exchange(row, self.all[self.active])
 
@@ -123,15 +128,13 @@ class Rows:
         """Tokens that are committed but not cached."""
         return seq.tokens[self.of(seq).cached :]
 
-    def append(self, seq: Sequence, tokens: list[int]) -> tuple[Row, Layout]:
-        """The layout of a prefill chunk. Its tokens count as cached when `appended` says that they were computed."""
+    def append(self, seq: Sequence, tokens: list[int]) -> Block:
+        """The forward of a prefill chunk. Its tokens count as cached when `appended` says that they were computed."""
         row = self.of(seq)
-        start, width = row.cached, len(tokens)
-        position = np.arange(start, start + width)[None]
-        slots = np.arange(_bucket(start + width, self.capacity))[None]
-        visible = slots[:, None, :] <= position[:, :, None]
-        at = np.array([0]), np.array([width - 1])
-        return row, Layout(np.array([row.index]), np.array([tokens]), position, position, slots, visible, *at)
+        position = np.arange(row.cached, row.cached + len(tokens))
+        nothing = np.zeros((len(self.windows), len(tokens)), np.int64)
+        table = np.stack([np.array(tokens), position, position, position + 1, *nothing], -1)
+        return Block(row.index, table[None], _bucket(row.cached + len(tokens), self.capacity))
 
     def appended(self, seq: Sequence, tokens: list[int]) -> None:
         """The chunk is in the cache now."""
@@ -139,52 +142,52 @@ class Rows:
 
     def layout(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Layout:
         """Where everything goes in one forward over `places`; marks it as this step's scratch."""
-        columns: dict[int, list[tuple[int, int, int, list[int]]]] = {}  # row -> (token, position, slot, scratch slots it sees)
-        out_row, out_col = np.zeros((2, len(places)), np.int64)
-        order = {r: i for i, r in enumerate(dict.fromkeys(tree.row_of(places, draft).tolist()))}
-        for i, place in enumerate(places.tolist()):
+        lines: dict[int, list[Column]] = {}
+        asked: list[tuple[int, int]] = []
+        for place in places.tolist():
             r = ~place if place < 0 else int(draft.row[place])
-            line = columns.setdefault(r, [])
+            line = lines.setdefault(r, [])
             if place < 0:
                 line += self._tail_columns(seqs[r])
             else:
                 line.append(self._node_column(self.of(seqs[r]), draft, place))
-            out_row[i], out_col[i] = order[r], len(line) - 1
-        held = [self.of(seqs[r]) for r in order]
-        return self._arrays(held, [columns[r] for r in order], draft, out_row, out_col)
+            asked.append((r, len(line) - 1))
+        blocks: list[Block] = []
+        start, size = {}, 0
+        for run in _neighbours({self.of(seqs[r]).index: r for r in lines}):
+            blocks.append(self._block([self.of(seqs[r]) for r in run], [lines[r] for r in run]))
+            width = blocks[-1].table.shape[1]
+            start.update({r: size + i * width for i, r in enumerate(run)})
+            size += len(run) * width
+        return Layout(blocks, [start[r] + c for r, c in asked], size)
 
-    def _tail_columns(self, seq: Sequence) -> list[tuple[int, int, int, list[int]]]:
+    def _tail_columns(self, seq: Sequence) -> list[Column]:
         row, tail = self.of(seq), self.tail(seq)
-        row.base, row.scratch = row.cached + len(tail), []
-        return [(t, p, p, []) for p, t in enumerate(tail, row.cached)]
+        row.base, row.scratch = row.cached + len(tail), {}
+        blind = (0,) * len(self.windows)
+        return [(t, p, p, p + 1, *blind) for p, t in enumerate(tail, row.cached)]
 
-    def _node_column(self, row: Row, draft: Draft, node: int) -> tuple[int, int, int, list[int]]:
+    def _node_column(self, row: Row, draft: Draft, node: int) -> Column:
         assert row.base >= 0, "a node is scored before its root"
-        row.scratch.append(node)
-        path = tree.ancestors(draft, node)
-        sees = [row.base + row.scratch.index(n) for n in path]
-        return int(draft.token[node]), row.base + len(path) - 1, sees[-1], sees
+        k, parent, depth = len(row.scratch), int(draft.parent[node]), int(draft.depth[node])
+        if row.base + k + 1 >= self.capacity:
+            raise OutriderError(
+                f"{self.name} has {self.capacity} slots a row and needs {row.base + k + 2}", "", "a larger context or a smaller draft"
+            )
+        sees = row.scratch[node] = (row.scratch[parent] if parent >= 0 else 0) | 1 << k
+        kinds = [_signed(sees if w is None or w > depth else self._recent(row, draft, node, w)) for w in self.windows]
+        return (int(draft.token[node]), row.base - 1 + depth, row.base + k, row.base, *kinds)
 
-    def _arrays(self, held: list[Row], lines: list[list[tuple[int, int, int, list[int]]]], draft: Draft, out_row: Ints, out_col: Ints) -> Layout:
+    def _recent(self, row: Row, draft: Draft, node: int, window: int) -> int:
+        """The scratch slots of the node and its window - 1 nearest ancestors."""
+        order = list(row.scratch)
+        return sum(1 << order.index(n) for n in tree.ancestors(draft, node)[-window:])
+
+    def _block(self, held: list[Row], lines: list[list[Column]]) -> Block:
         width = max(map(len, lines))
+        padding: Column = (0, 0, self.capacity - 1, 1, *[0] * len(self.windows))
         top = max(row.base + len(row.scratch) for row in held)
-        if top >= self.capacity:
-            raise OutriderError(f"{self.name} has {self.capacity} slots a row and needs {top + 1}", "", "a larger context or a smaller draft")
-        slot = np.arange(_bucket(top, self.capacity))
-        tokens, positions = np.zeros((2, len(held), width), np.int64)
-        slots = np.full((len(held), width), self.capacity - 1)
-        visible = np.zeros((len(held), width, len(slot)), bool)
-        visible[:, :, 0] = True  # padding must see something
-        slot_positions = np.tile(slot, (len(held), 1))
-        for i, (row, line) in enumerate(zip(held, lines, strict=True)):
-            tokens[i, : len(line)], positions[i, : len(line)], slots[i, : len(line)] = zip(*[c[:3] for c in line], strict=True)
-            visible[i, : len(line)] = slot <= np.minimum(positions[i, : len(line)], row.base - 1)[:, None]
-            for j, column in enumerate(line):
-                visible[i, j, column[3]] = True
-            if row.scratch:
-                slot_positions[i, row.base : row.base + len(row.scratch)] = row.base - 1 + draft.depth[row.scratch]
-        index = np.array([row.index for row in held])
-        return Layout(index, tokens, positions, slots, slot_positions, visible, out_row, out_col)
+        return Block(held[0].index, np.array([line + [padding] * (width - len(line)) for line in lines]), _bucket(top, self.capacity))
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.
@@ -195,15 +198,15 @@ class Rows:
             row = self.of(seq)
             if row.base < 0:
                 continue
-            kept: list[int] = []
+            order, kept = {node: k for k, node in enumerate(row.scratch)}, []
             for node in path:
-                if node not in row.scratch:
+                if node not in order:
                     break
-                kept.append(row.scratch.index(node))
+                kept.append(order[node])
             if kept != list(range(len(kept))):
                 self.store.move(row.index, row.base + np.array(kept), row.base)
             row.text += seq.tokens[row.cached : row.base] + draft.token[path[: len(kept)]].tolist()
-            row.base, row.scratch = -1, []
+            row.base, row.scratch = -1, {}
 
 
 def slots_for(context: int) -> int:
@@ -213,6 +216,25 @@ def slots_for(context: int) -> int:
 
 def _bucket(top: int, capacity: int) -> int:
     return min(-(-top // BUCKET) * BUCKET, capacity)
+
+
+def _neighbours(by_index: dict[int, int]) -> Iterator[list[int]]:
+    """Batch rows in runs whose cache rows lie side by side."""
+    run: list[int] = []
+    last = -1
+    for index in sorted(by_index):
+        if run and index != last + 1:
+            yield run
+            run = []
+        run.append(by_index[index])
+        last = index
+    if run:
+        yield run
+
+
+def _signed(bits: int) -> int:
+    """64 bits as an int64."""
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _common(a: Iterable[int], b: Iterable[int]) -> int:

@@ -20,6 +20,7 @@ from transformers.utils import logging as hf_logging
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
+from outrider.models.compiled import Compiled, Recipe, worth_freezing
 from outrider.models.hf import HFModel, decoder_layers
 from outrider.models.kv import slots_for
 from outrider.models.vocab import fingerprint
@@ -35,7 +36,12 @@ class MemoryPlan:
 
     weights: int
     cache: int
-    packed: int = 0
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def packed(self) -> int:
+        """Copies of the weights that compiled steps carry."""
+        return self.weights * len(self.frozen)
 
     @property
     def total(self) -> int:
@@ -136,14 +142,16 @@ def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
     return min(asked or 4096, limit)
 
 
-def memory_plan(folder: Path, dtype: str, rows: int, context: int) -> MemoryPlan:
-    """What loading the model of `folder` will hold, from its headers and config alone."""
+def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off") -> MemoryPlan:
+    """What loading the model of `folder` will hold, from its headers and config alone. Compiled steps carry copies of
+    the weights as far as they leave three quarters of the memory free."""
     config = load_config(folder).get_text_config()
     weights = sum(int(np.prod(shape)) for _, shape in tensors(folder).values()) * BYTES[dtype]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
-    return MemoryPlan(weights, cache)
+    free = psutil.virtual_memory().available - weights - cache
+    return MemoryPlan(weights, cache, () if compile == "off" else worth_freezing(weights, max(free, 0)))
 
 
 def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
@@ -165,7 +173,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def load_model(
     path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", rows: int = 4, context: int | None = None, chunk: int = 512,
-    name: str | None = None, check: bool = True, clip: bool = False,
+    name: str | None = None, check: bool = True, clip: bool = False, compile: str = "off",
 ) -> tuple[HFModel, Any, MemoryPlan]:  # fmt: skip
     """(model, tokenizer, memory plan) from a folder or hub id.
 
@@ -178,19 +186,27 @@ def load_model(
     refuse_unfit(config, name)
     dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context, clip)
-    plan = memory_plan(folder, dtype, rows, room)
+    plan = memory_plan(folder, dtype, rows, room, compile if where.type == "cpu" else "off")
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
+    module = load_module(folder, dtype)
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
+    if check:
+        self_check(model)
+    if compile != "off" and where.type == "cpu":
+        model.compiled = Compiled(Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen), model.step)
+    return model, tokenizer, plan
+
+
+def load_module(folder: Path, dtype: str) -> Any:
+    """The transformers module of a folder, on the CPU; weights that are missing are an error."""
     with _quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
         module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
-    tokens = max(tokenizer.get_vocab().values()) + 1
-    model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
-    if check:
-        self_check(model)
-    return model, tokenizer, plan
+    return module
 
 
 def wrap(

@@ -3,43 +3,70 @@
 Knows nothing of sequences or drafts: `Aim` says where the forward at hand writes and what it reads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from outrider.core.types import Ints
-from outrider.models.kv import Layout, slots_for
+from outrider.models.kv import slots_for
+
+
+@dataclass(slots=True)
+class Aim:
+    """Where the layers write and read in the forward at hand: slot [b, w] of each row, and the slots read."""
+
+    slot: Tensor | None = None
+    read: int = 0
+    index: dict[int, Tensor] = field(default_factory=dict)
+
+    def at(self, slot: Tensor, read: int) -> None:
+        self.slot, self.read, self.index = slot, read, {}
+
+    def lines(self, heads: int, capacity: int) -> Tensor:
+        """Where [b, heads, w] entries go in rows seen as [b * heads * capacity] lines; the same for layers of as many heads."""
+        if heads not in self.index:
+            assert self.slot is not None
+            row, head = (torch.arange(n, device=self.slot.device) for n in (self.slot.shape[0], heads))
+            line = (row[:, None, None] * heads + head[None, :, None]) * capacity + self.slot[:, None, :]
+            self.index[heads] = line.flatten()
+        return self.index[heads]
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values [rows, heads, capacity, d], zero at first (a NaN behind a mask would leak)."""
+    """One layer's keys and values [rows, heads, capacity, d], zero at first (a NaN behind a mask would leak).
+
+    `rows`: the keys and values of the rows in the forward at hand, views of them.
+    """
 
     is_compileable = True
 
-    def __init__(self, where: "Aim", rows: int, capacity: int) -> None:
+    def __init__(self, aim: Aim, count: int, capacity: int) -> None:
         super().__init__()
-        self.where, self.shape = where, (rows, capacity)
+        self.aim, self.shape = aim, (count, capacity)
+        self.rows: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, capacity = self.shape
-        self.keys, self.values = (x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in (key_states, value_states))
+        count, capacity = self.shape
+        self.keys, self.values = (x.new_zeros(count, x.shape[1], capacity, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        read, ctx, width = self.where.read, self.where.ctx, self.keys.shape[-1]
-        index = self.where.lines(self.keys.shape[1], self.keys.shape[2])
-        self.keys.view(-1, width).index_copy_(0, index, key_states.reshape(-1, width))
-        self.values.view(-1, width).index_copy_(0, index, value_states.reshape(-1, width))
-        return self.keys[read][:, :, :ctx], self.values[read][:, :, :ctx]
+        if self.rows is None:
+            assert self.keys is not None and self.values is not None
+            self.rows = (self.keys[: len(key_states)], self.values[: len(key_states)])
+        keys, values = self.rows
+        index = self.aim.lines(keys.shape[1], keys.shape[2])
+        keys.view(-1, keys.shape[3]).index_copy_(0, index, key_states.reshape(-1, keys.shape[3]))
+        values.view(-1, values.shape[3]).index_copy_(0, index, value_states.reshape(-1, values.shape[3]))
+        return keys[:, :, : self.aim.read], values[:, :, : self.aim.read]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.where.ctx, 0
+        return self.aim.read, 0
 
     def get_seq_length(self) -> int:
         return 0
@@ -48,41 +75,36 @@ class SlotLayer(CacheLayerMixin):
         return self.shape[1]
 
 
-@dataclass(slots=True)
-class Aim:
-    """Where the layers write and read in the forward at hand: row [b, 1], slot [b, w], the rows and slots read."""
-
-    row: Tensor | None = None
-    slot: Tensor | None = None
-    index: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    read: slice | Tensor = field(default_factory=lambda: slice(0))
-    ctx: int = 0
-
-    def at(self, layout: Layout, device: torch.device) -> None:
-        rows = layout.rows
-        dense = bool((np.diff(rows) == 1).all())
-        self.row = torch.from_numpy(rows).to(device)[:, None]
-        self.slot = torch.from_numpy(layout.slots).to(device)
-        self.read = slice(int(rows[0]), int(rows[-1]) + 1) if dense else torch.from_numpy(rows).to(device)
-        self.ctx = layout.visible.shape[-1]
-        self.index = {}
-
-    def lines(self, heads: int, capacity: int) -> Tensor:
-        """Where [b, heads, w] entries go in a cache seen as [rows * heads * capacity] lines; the same for all layers."""
-        if (heads, capacity) not in self.index:
-            assert self.row is not None and self.slot is not None
-            head = torch.arange(heads, device=self.slot.device)[None, :, None]
-            self.index[heads, capacity] = ((self.row[:, :, None] * heads + head) * capacity + self.slot[:, None, :]).flatten()
-        return self.index[heads, capacity]
-
-
 class SlotCache:
     """The transformers Cache made of SlotLayers, and the Store that moves their slots."""
 
     def __init__(self, layers: int, rows: int, context: int) -> None:
-        self.aim, capacity = Aim(), slots_for(context)
-        self.layers = [SlotLayer(self.aim, rows, capacity) for _ in range(layers)]
+        self.aim, self.capacity = Aim(), slots_for(context)
+        self.layers = [SlotLayer(self.aim, rows, self.capacity) for _ in range(layers)]
         self.cache = Cache(layers=list(self.layers))
+        self.views: dict[tuple[int, int], list[Tensor]] = {}
+
+    @torch.inference_mode()
+    def allocate(self, device: torch.device, probe: Callable[[Tensor], object]) -> None:
+        """Let the model show the shapes of its keys, and make room for them: `probe` runs one forward of a zero [1, 1]."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.aim.at(zero, 1)
+        probe(zero)
+        for x in self._tensors():
+            x.zero_()
+
+    def rows(self, first: int, count: int) -> list[Tensor]:
+        """Keys and values of some rows, layer by layer, as views [count, heads, capacity, d]."""
+        if (first, count) not in self.views:
+            self.views[first, count] = [x[first : first + count] for x in self._tensors()]
+        return self.views[first, count]
+
+    def use(self, rows: list[Tensor], slot: Tensor, read: int) -> None:
+        """Aim the next forward at these rows."""
+        self.aim.at(slot, read)
+        used = [layer for layer in self.layers if layer.is_initialized]
+        for i, layer in enumerate(used):
+            layer.rows = (rows[2 * i], rows[2 * i + 1])
 
     def _tensors(self) -> list[Tensor]:
         return [x for layer in self.layers for x in (layer.keys, layer.values) if x is not None]

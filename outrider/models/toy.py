@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.noise import address, uniform
-from outrider.core.types import Can, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
-from outrider.models.kv import Layout, Rows, slots_for
+from outrider.core.types import MAX_NODES, Can, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
+from outrider.models.kv import Block, Rows, slots_for
 
 
 class TokenStore:
@@ -76,24 +76,31 @@ class ToyModel:
         for seq in seqs:
             tail = self.rows.tail(seq)[:-1]
             if tail:
-                self._write(self.rows.append(seq, tail)[1])
+                self._write(self.rows.append(seq, tail))
                 self.rows.appended(seq, tail)
 
-    def _write(self, layout: Layout) -> None:
+    def _write(self, block: Block) -> None:
         self.forwards += 1
-        self.computed += layout.tokens.size
-        self.store.cells[layout.rows[:, None], layout.slots, 0] = layout.tokens
-        self.store.cells[layout.rows[:, None], layout.slots, 1] = layout.positions
+        rows, width = block.table.shape[:2]
+        self.computed += rows * width
+        row = np.arange(block.first, block.first + rows)[:, None]
+        self.store.cells[row, block.table[..., 2]] = block.table[..., :2]
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
         layout = self.rows.layout(seqs, draft, places)
-        self._write(layout)
-        return Scores(torch.stack([self._read(layout, b, w) for b, w in zip(layout.out_row, layout.out_col, strict=True)]))
+        seen: list[Tensor] = []
+        for block in layout.blocks:
+            self._write(block)
+            seen += [self._read(block.first + r, column) for r, line in enumerate(block.table) for column in line]
+        return Scores(torch.stack(seen), at=layout.at)
 
-    def _read(self, layout: Layout, b: int, w: int) -> Tensor:
-        cells = self.store.cells[layout.rows[b], np.flatnonzero(layout.visible[b, w])]
+    def _read(self, row: int, column: Ints) -> Tensor:
+        _, position, slot, upto, sees = column.tolist()
+        if slot == self.rows.capacity - 1:
+            return torch.zeros(self.vocab, dtype=torch.float64)  # padding
+        cells = self.store.cells[row, [*range(upto), *(upto + k for k in range(MAX_NODES) if sees >> k & 1)]]
         ordered = cells[np.argsort(cells[:, 1], kind="stable")]
-        assert (np.diff(ordered[:, 1]) == 1).all(), f"positions {ordered[:, 1].tolist()} are not a text"
+        assert ordered[:, 1].tolist() == list(range(position + 1)), f"positions {ordered[:, 1].tolist()} are not a text"
         return torch.from_numpy(self.logits(ordered[:, 0].tolist()))
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:

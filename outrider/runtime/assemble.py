@@ -3,14 +3,18 @@
 import importlib
 import os
 from collections.abc import Sequence as ListOf
+from dataclasses import replace
 from typing import Any
 
 import psutil
+import torch
 
-from outrider.core.config import load_settings, nearest
+from outrider.core.config import LoadSettings, load_settings, nearest
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Drafter
 from outrider.core.types import TARGET, Plan
+from outrider.drafters.model import ModelDrafter
+from outrider.measure import machine
 from outrider.models import load as models
 from outrider.models.vocab import check_pair
 from outrider.runtime.door import Runtime
@@ -33,8 +37,11 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         target = reference.target()
         drafters = [f"model:{reference.draft()}"] if drafters is None else drafters
     specs: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
-    how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk}
+    if s.threads:
+        torch.set_num_threads(s.threads)
     _refuse_unknown(specs)
+    s = replace(s, dtype=_dtype(target, s))
+    how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk, "compile": s.compile}
     _refuse_too_large(target, specs, s)
     model, tokenizer, memory = models.load_model(target, context=s.context, name="target", **how)
     parts: dict[str, Drafter] = {}
@@ -46,8 +53,26 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         parts[part.name] = part
         if plan:
             held[part.name] = {"predicted": plan.total, "held": part.model.held_bytes()}  # type: ignore[attr-defined]
+    if s.compile == "wait":
+        _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
     shape = Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget)
     return Runtime(Engine(model, parts, fixed(shape), s.rows), tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
+
+
+def _wait(made: list[Any]) -> None:
+    """Until their compiled steps are there; those of different models are built side by side."""
+    for model in made:
+        if getattr(model, "compiled", None) is not None:
+            model.compiled.wait()
+
+
+def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
+    """The dtype of target and drafts. auto, on a CPU: what is fastest here among the target's own and float32, which is
+    never less exact; measured once and kept."""
+    if s.dtype != "auto" or models.pick_device(s.device).type != "cpu":
+        return s.dtype
+    own = str(models.load_config(models.locate(target)).dtype or "float32").removeprefix("torch.")
+    return machine.fastest_dtype(("float32", own)) if own in ("bfloat16", "float16") else "float32"
 
 
 def _refuse_unknown(specs: list[str | Drafter]) -> None:
@@ -60,7 +85,7 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
                 raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
 
 
-def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: Any) -> None:
+def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: LoadSettings) -> None:
     """Target and drafts must fit together, before the first is read."""
     device, total, room = models.pick_device(s.device), [], 0
     for path in [target, *(spec.partition(":")[2] for spec in specs if isinstance(spec, str) and ":" in spec)]:

@@ -1,0 +1,79 @@
+"""What this machine does in a second, measured once and kept: which dtype multiplies fastest, how fast memory is read.
+
+Knows nothing of models. Figures hang on the processor, torch and its threads; another of these measures anew.
+"""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from outrider.core.config import cache_folder
+
+SIDE, COUNT = 1024, 12  # the products timed: COUNT square matrices of SIDE, more than fits near one core
+
+
+def fastest_dtype(candidates: tuple[str, ...]) -> str:
+    """The dtype in which products of one and of eight rows take the least time in all; measured at the first call ever."""
+    known = _load()
+    for name in candidates:
+        if name not in known["products"]:
+            known["products"][name] = sum(_product_seconds(getattr(torch, name), rows) for rows in (1, 8))
+            _save(known)
+    return min(candidates, key=lambda name: known["products"][name])
+
+
+def bandwidth(megabytes: int = 256) -> float:
+    """Bytes a second that a sum over much more than the caches reads; measured at every call."""
+    x = torch.ones(megabytes << 18)  # 4 bytes each
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        x.sum()
+        times.append(time.perf_counter() - start)
+    return x.nbytes / min(times)
+
+
+def _product_seconds(dtype: torch.dtype, rows: int) -> float:
+    matrices = [torch.ones(SIDE, SIDE, dtype=dtype) for _ in range(COUNT)]
+    x, times = torch.ones(rows, SIDE, dtype=dtype), []
+    for _ in range(7):
+        start = time.perf_counter()
+        for matrix in matrices:
+            F.linear(x, matrix)
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def _where() -> Path:
+    return cache_folder() / "machine.json"
+
+
+def _key() -> dict[str, str]:
+    return {
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _load() -> dict[str, dict]:
+    try:
+        known: dict[str, dict] = json.loads(_where().read_text("utf-8"))
+        if known["key"] == _key() and isinstance(known["products"], dict):
+            return known
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent, of another machine or torch, or damaged: measured anew
+    return {"key": _key(), "products": {}}
+
+
+def _save(known: dict[str, dict]) -> None:
+    _where().parent.mkdir(parents=True, exist_ok=True)
+    draft = _where().with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(known, indent=1), "utf-8")
+    draft.replace(_where())

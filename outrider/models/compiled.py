@@ -1,0 +1,263 @@
+"""Compiled steps: what serves a model's forwards once another process has built it, from then on and at every later start.
+
+A model gets at most two packages: `any`, whose rows, width and context are symbols, so that one serves every shape, and
+`one`, for a single row of a single token, which is a little faster. They are built by a low-priority process and kept
+on disk, so eager forwards serve at once and nobody waits. Weights are frozen into a package where memory allows it
+(packed and joined: measured at 1.7 times the speed on small models); else packages borrow the model's own.
+Invariant: a package is used only after it has agreed with the eager step on this very model.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from torch import Tensor
+
+from outrider.core.config import cache_folder
+from outrider.core.errors import OutriderError
+from outrider.core.types import MAX_NODES
+from outrider.models.step import Step
+
+VERSION = 1  # of what is built here: raise it when a package of before must not be used
+SHAPES = ("any", "one")
+POLL = 0.2  # seconds between looks at the disk while another process builds
+WAIT = 1800  # seconds after which `wait` gives up
+log = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a package is built from. frozen: the shapes that carry the weights; vocab: logits kept."""
+
+    folder: str
+    dtype: str
+    threads: int
+    vocab: int
+    frozen: tuple[str, ...] = SHAPES
+
+    def place(self) -> Path:
+        """The folder of its packages: a hash of all that they depend on, contents of files included."""
+        digest = hashlib.blake2b(digest_size=12)
+        about = (VERSION, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), dataclasses.astuple(self)[1:])
+        digest.update(repr(about).encode())
+        for file in sorted(Path(self.folder).glob("*")):
+            if file.name == "config.json" or (self.frozen and file.suffix == ".safetensors"):
+                with open(file, "rb") as f:
+                    digest.update(hashlib.file_digest(f, "blake2b").digest())
+        return cache_folder() / "steps" / digest.hexdigest()
+
+
+def worth_freezing(weights: int, free: int) -> tuple[str, ...]:
+    """The shapes whose packages may carry a copy of `weights` bytes when `free` bytes are: all may take a quarter."""
+    return SHAPES[: min(len(SHAPES), free // 4 // max(weights, 1))]
+
+
+class Package:
+    """A built step. Call it as a Step."""
+
+    def __init__(self, file: Path, step: Step, frozen: bool) -> None:
+        self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
+        self.threads = torch.get_num_threads()
+        if not frozen:  # it borrows the model's own weights
+            names = self.loader.get_constant_fqns()
+            own = {**dict(step.named_parameters(remove_duplicate=False)), **dict(step.named_buffers(remove_duplicate=False))}
+            self.loader.load_constants({n: own[n].detach() for n in names}, False, True, True)
+
+    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        before = torch.get_num_threads()
+        if self.threads == before:
+            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
+        torch.set_num_threads(self.threads)
+        try:
+            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
+        finally:
+            torch.set_num_threads(before)
+
+    def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
+        """Choose how many threads run it: the fewer where that is no slower, measured here (a small step waits more for
+        its threads than they bring)."""
+        most = torch.get_num_threads()
+        cost: dict[int, float] = {}
+        for self.threads in {1, most}:
+            times: list[float] = []
+            end = time.perf_counter() + patience
+            while len(times) < 5 or (len(times) < 50 and time.perf_counter() < end):
+                start = time.perf_counter()
+                self(table, read, rows)
+                times.append(time.perf_counter() - start)
+            cost[self.threads] = sorted(times)[len(times) // 4]
+        self.threads = 1 if cost[1] <= cost[most] else most
+
+
+class Compiled:
+    """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`."""
+
+    def __init__(self, recipe: Recipe, step: Step) -> None:
+        self.recipe, self.step, self.folder = recipe, step, recipe.place()
+        self.packages: dict[str, Package] = {}
+        self.reason, self.looked = "eager:building", 0.0
+        if not all(self._file(shape).exists() for shape in SHAPES):
+            self._start()
+
+    @property
+    def bytes(self) -> int:
+        """Held by packages that carry the weights."""
+        return sum(self._file(shape).stat().st_size for shape in self.packages if shape in self.recipe.frozen)
+
+    def _file(self, shape: str) -> Path:
+        return self.folder / f"{shape}.pt2"
+
+    def _start(self) -> None:
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            self.reason = "eager:no-compiler"
+            log.warning("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._failed() and not _held(self.folder / "lock"):
+            start_builder(self.recipe, self.folder)
+
+    def _failed(self) -> bool:
+        if not (self.folder / "failed").exists():
+            return False
+        self.reason = (self.folder / "failed").read_text("utf-8").split("\n")[0]
+        return True
+
+    def get(self, rows: int, width: int) -> Package | None:
+        """The package for a forward of this shape, if it is there by now."""
+        if len(self.packages) < len(SHAPES) and self.reason == "eager:building" and time.monotonic() - self.looked > POLL:
+            self.look()
+        return (self.packages.get("one") if rows == width == 1 else None) or (self.packages.get("any") if width <= MAX_NODES else None)
+
+    def look(self) -> None:
+        """Take up what has been built since the last look."""
+        for shape in SHAPES:
+            if shape not in self.packages and self._file(shape).exists():
+                self._admit(shape)
+        if len(self.packages) < len(SHAPES):
+            self._failed()
+        self.looked = time.monotonic()
+
+    @torch.inference_mode()
+    def _admit(self, shape: str) -> None:
+        """Take up a package after it has agreed with the eager step; its threads are chosen on the way."""
+        package = Package(self._file(shape), self.step, shape in self.recipe.frozen)
+        store = self.step.store
+        width = 1 if shape == "one" else 4
+        table, read = example(1, width, len(self.step.windows), store.capacity - 1), torch.arange(64)
+        rows = [x.clone() for x in store.rows(0, 1)]
+        want, got = (run(table, read, rows)[0].float() for run in (self.step, package))
+        if not float((want - got).abs().max()) <= 0.25 * float(want.std().clamp_min(1e-6)):
+            self.reason = "eager:package-differs"
+            log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
+            return
+        package.place(table, read, rows)
+        self.packages[shape] = package
+
+    def wait(self) -> None:
+        """Come back when both packages are there, or it is clear that they will not be."""
+        end = time.monotonic() + WAIT
+        self.look()
+        while len(self.packages) < len(SHAPES) and self.reason == "eager:building":
+            if time.monotonic() > end:
+                raise OutriderError(f"steps of {self.recipe.folder} are not built after {WAIT} s", str(self.folder), "compile='off'")
+            if not _held(self.folder / "lock"):  # its builder is gone: what is there now is all there will be
+                self.look()
+                if len(self.packages) < len(SHAPES) and self.reason == "eager:building":
+                    self.reason = "eager:builder-died"
+                return
+            time.sleep(POLL)
+            self.look()
+
+
+def _held(lock: Path) -> bool:
+    """Is a living process building there?"""
+    try:
+        return bool(psutil.Process(int(lock.read_text())).status() != psutil.STATUS_ZOMBIE)
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def start_builder(recipe: Recipe, folder: Path) -> None:
+    """Build both packages in another process of low priority, which outlives this one."""
+    spec = json.dumps(dataclasses.asdict(recipe))
+    with open(folder / "log", "ab") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "outrider.models.compiled", spec, str(folder)],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    (folder / "lock").write_text(str(child.pid))
+
+
+def example(rows: int, width: int, kinds: int, slot: int | None = None) -> Tensor:
+    """A table of some text that is as long as it is wide; all of it written to `slot` if one is given."""
+    table = torch.zeros(rows, width, 4 + kinds, dtype=torch.int64)
+    table[..., 0] = torch.arange(width) + 5
+    table[..., 1] = torch.arange(width)
+    table[..., 2] = torch.arange(width) if slot is None else slot
+    table[..., 3] = torch.arange(width) + 1
+    return table
+
+
+def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
+    """Export and compile one shape of a step, and put it in place when it is whole."""
+    from outrider.models import microkernel
+
+    paired = microkernel.register() and step.module.dtype == torch.bfloat16
+    how: dict[str, Any] = {"freezing": frozen, "aot_inductor.package_constants_in_so": frozen, "cpp.enable_concat_linear": frozen}
+    if frozen and (paired or shape == "one"):  # Inductor's own products, ours among them: at one row the faster in any dtype
+        how |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+    dim = torch.export.Dim
+    b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
+    count, width = (1, 1) if shape == "one" else (3, 8)
+    rows = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in step.store.rows(0, 1)]
+    each: dict[int, Any] = {2: capacity} if shape == "one" else {0: b, 2: capacity}
+    shapes = ({} if shape == "one" else {0: b, 1: w}, {0: c}, [each] * len(rows))
+    inputs = (example(count, width, len(step.windows)), torch.arange(128), rows)
+    with torch.no_grad():
+        try:
+            program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+        except Exception as broken:
+            raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
+        draft = file.with_suffix(f".{os.getpid()}.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
+    draft.replace(file)
+
+
+def main(spec: str, folder: str) -> None:
+    """The builder's process."""
+    from outrider.models.load import load_module, wrap
+
+    given = json.loads(spec)
+    recipe = Recipe(**{**given, "frozen": tuple(given["frozen"])})
+    os.nice(19)
+    torch.set_num_threads(recipe.threads)
+    try:
+        step = wrap(load_module(Path(recipe.folder), recipe.dtype), "built", "", rows=1, context=256, tokens=recipe.vocab).step
+        for shape in SHAPES:
+            if not (Path(folder) / f"{shape}.pt2").exists():
+                build(step, shape, shape in recipe.frozen, Path(folder) / f"{shape}.pt2")
+    except Exception as failed:
+        reason = failed.what if isinstance(failed, OutriderError) else "eager:not-compiled"
+        Path(folder, "failed").write_text(f"{reason}\n{failed}", "utf-8")
+        raise
+    finally:
+        Path(folder, "lock").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
