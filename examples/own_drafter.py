@@ -1,7 +1,5 @@
 """A drafter of your own: after a word of the prompt it guesses the word that followed it there. Four verbs, no base class."""
 
-import numpy as np
-
 import outrider
 from outrider.core import tree
 
@@ -17,14 +15,14 @@ class Parrot:
 
     def extend(self, seqs, draft, frontier, width, source, settings, noise):
         parents, tokens = [], []
-        for place in frontier.tolist():
+        for place in frontier:
             seq = seqs[~place if place < 0 else draft.row[place]]
-            last = seq.tokens[-1] if place < 0 else int(draft.token[place])
+            last = seq.tokens[-1] if place < 0 else draft.token[place]
             prompt = seq.request.prompt
             if last in prompt[:-1]:
                 parents.append(place)
                 tokens.append(prompt[prompt.index(last) + 1])
-        return tree.grow(draft, np.array(parents, int), np.array(tokens, int), source, score=0.5)
+        return tree.grow(draft, parents, tokens, source, score=0.5)
 
 
 rt = outrider.load(outrider.reference.target(), drafters=[Parrot()], depth=2)

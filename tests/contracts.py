@@ -71,15 +71,15 @@ def check_scores(
         cut = int(rng.integers(0, len(draft) + 1))  # scored in two calls, as a drafter does
         first, second = places[: len(seqs) + cut], places[len(seqs) + cut :]
         logits = [model.score(seqs, draft, part).logits for part in (first, second) if len(part)]
-        for place, got in zip(places.tolist(), (row for part in logits for row in part), strict=True):
-            row = ~place if place < 0 else int(draft.row[place])
-            want = reference(seqs[row].tokens + draft.token[tree.ancestors(draft, place)].tolist())
+        for place, got in zip(places, (row for part in logits for row in part), strict=True):
+            row = ~place if place < 0 else draft.row[place]
+            want = reference(seqs[row].tokens + draft.text(tree.ancestors(draft, place)))
             spread = float(want.float().std())
             errors.append(float((got.float() - want.float()).abs().max()) / spread)
             assert outliers or errors[-1] <= tolerance, f"step {step}, place {place}: off by {errors[-1]} of the spread"
         outcome = random_outcome(rng, draft, vocab)
         for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
-            seq.tokens += [*draft.token[path].tolist(), bonus]
+            seq.tokens += [*draft.text(path), bonus]
         model.commit(seqs, draft, outcome)
         for seq in seqs:
             row = model.rows.of(seq)

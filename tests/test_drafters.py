@@ -82,7 +82,7 @@ def test_lookup_prefers_the_frequent_continuation_and_needs_two_matching_tokens(
     lookup.begin(seq)
     settings, noise = Settings.of([seq]), RowNoise(*np.zeros((3, 1), np.int64))
     draft = lookup.extend([seq], Draft(rows=1), roots(1), 2, 1, settings, noise)
-    assert draft.token.tolist() == [4, 3]
+    assert draft.token == [4, 3]
     assert draft.score[0] > draft.score[1]
     lone = sequence([1, 5, 6, 1])
     lookup.begin(lone)

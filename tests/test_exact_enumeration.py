@@ -48,14 +48,14 @@ def propose(levels: Levels, q: Next, noise: Enumerator, goes_on: Callable[[Text]
         for place in (f for f in frontier if goes_on(texts[f + 1])):
             text = texts[place + 1]
             for kind, width in level:
-                seen = draft.token[draft.parent == place].tolist()
+                seen = [t for t, p in zip(draft.token, draft.parent, strict=True) if p == place]
                 tokens = siblings(kind, width, text, seen, q(text), len(draft), noise)
                 how: dict[str, Any] = (
                     {} if kind == POINT else {"q": torch.tensor([q(text)], dtype=torch.float64), "q_row": np.zeros(len(tokens), int)}
                 )
                 size = len(draft)
                 draft = tree.grow(draft, np.full(len(tokens), place), np.array(tokens), 1, kind, **how)
-                texts += [(*text, t) for t in draft.token[size:].tolist()]
+                texts += [(*text, t) for t in draft.token[size:]]
         frontier = list(range(start, len(draft)))
     return draft, texts
 
@@ -65,7 +65,7 @@ def rule_law(levels: Levels, p: Next, q: Next, goes_on: Callable[[Text], bool] =
         draft, texts = propose(levels, q, noise, goes_on)
         logp = torch.tensor([p(t) for t in texts], dtype=torch.float64).log()
         outcome = MultiRound().accept(draft, logp, noise)
-        return (*draft.token[outcome.paths[0]].tolist(), outcome.bonus[0])
+        return (*draft.text(outcome.paths[0]), outcome.bonus[0])
 
     return law(run)
 
@@ -177,7 +177,7 @@ def test_forgetting_a_sampled_token_changes_the_law() -> None:
         draft, _ = propose([[(SAMPLED, 1)]], lambda text: q, noise, lambda text: True)
         draft = draft if q[draft.token[0]] >= 0.5 else Draft(rows=1)
         outcome = MultiRound().accept(draft, p[: 1 + len(draft)].log(), noise)
-        return (*draft.token[outcome.paths[0]].tolist(), outcome.bonus[0])
+        return (*draft.text(outcome.paths[0]), outcome.bonus[0])
 
     first = sum(w for text, w in law(run).items() if text[0] == 0)
     assert first == pytest.approx(0.55)

@@ -308,7 +308,7 @@ class Oracle:
     def observe(self, *args) -> None: ...
     def extend(self, seqs, draft, frontier, width, source, settings, noise):
         rows = tree.row_of(frontier, draft).tolist()
-        texts = [seqs[r].tokens + draft.token[tree.ancestors(draft, p)].tolist() for r, p in zip(rows, frontier.tolist(), strict=True)]
+        texts = [seqs[r].tokens + draft.text(tree.ancestors(draft, p)) for r, p in zip(rows, frontier, strict=True)]
         wrong = [seqs[r].request.id not in self.right for r in rows]
         guess = [(int(self.model.logits(t).argmax()) + w) % VOCAB for t, w in zip(texts, wrong, strict=True)]
         return tree.grow(draft, frontier, np.array(guess), source)

@@ -74,9 +74,9 @@ def test_nodes_are_warped_as_transformers_does_for_the_longer_text(settings):
     places = tree.all_places(draft)
     logits = random_logits(len(places))
     found = warp(logits, places, draft, Settings.of(seqs))
-    for i, place in enumerate(places.tolist()):
+    for i, place in enumerate(places):
         seq = seqs[int(tree.row_of(np.array([place]), draft)[0])]
-        text = seq.tokens + draft.token[tree.ancestors(draft, place)].tolist()
+        text = seq.tokens + draft.text(tree.ancestors(draft, place))
         torch.testing.assert_close(found[i], by_transformers(logits[i], text, seq.request.sampling))
 
 
@@ -130,9 +130,9 @@ def test_a_node_is_a_root_whose_text_includes_its_ancestors(settings, how):
     places = tree.all_places(draft)
     logits = random_logits(len(places), 3)
     found = how(logits, places, draft, Settings.of(seqs))
-    for i, place in enumerate(places.tolist()):
+    for i, place in enumerate(places):
         seq = seqs[int(tree.row_of(np.array([place]), draft)[0])]
-        longer = sequence(seq.generated + draft.token[tree.ancestors(draft, place)].tolist(), **settings)
+        longer = sequence(seq.generated + draft.text(tree.ancestors(draft, place)), **settings)
         torch.testing.assert_close(found[i], at_root(logits[i], longer, how), msg=f"place {place}")
 
 

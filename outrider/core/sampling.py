@@ -4,6 +4,7 @@
 min_tokens sees its depth. Drafters warp their own logits with the same settings, so q is what was sampled from.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, Ints, SamplingParams, Sequence
+from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -20,8 +21,27 @@ def argmax(logits: Tensor) -> Tensor:
     x = logits if logits.dtype == torch.float64 else logits.float()
     best = x.argmax(-1)  # documented: the first of equal maxima
     if bool(x.gather(-1, best[:, None]).isnan().any()):
-        raise OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
+        raise _not_a_number()
     return best
+
+
+def decided(scores: Scores) -> tuple[list[int], list[float]]:
+    """The most likely token of each asked place by its raw logits, and its log-probability: what the model's own step
+    found, where it looked."""
+    if scores.best is None:
+        token = argmax(scores.logits)
+        logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
+        return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
+    tokens, top = scores.best.token.tolist(), scores.best.top.tolist()
+    if scores.at is not None:
+        tokens, top = [tokens[i] for i in scores.at], [top[i] for i in scores.at]
+    if any(map(math.isnan, (value for value, _ in top))):
+        raise _not_a_number()
+    return tokens, [value - mass for value, mass in top]
+
+
+def _not_a_number() -> OutriderError:
+    return OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
 
 
 def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
@@ -43,12 +63,14 @@ class Settings:
     params: list[SamplingParams]
     greedy: np.ndarray
     coupled: np.ndarray
+    raw: bool  # all greedy by their raw logits: nothing is added, penalised or held back
 
     @classmethod
     def of(cls, seqs: list[Sequence]) -> "Settings":
         params = [s.request.sampling for s in seqs]
         greedy = np.array([p.temperature == 0 for p in params], bool)
-        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool))
+        raw = all(p.temperature == 0 and not (p.logit_bias or p.min_tokens or needs_history(p)) for p in params)
+        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool), raw)
 
     @property
     def all_greedy(self) -> bool:
@@ -63,7 +85,7 @@ class Settings:
         return any(getattr(p, name) != default for p in self.params)
 
 
-def process(logits: Tensor, places: Ints, draft: Draft, settings: Settings) -> Tensor:
+def process(logits: Tensor, places: Places, draft: Draft, settings: Settings) -> Tensor:
     """Bias, penalties and min_tokens. logits [places, V] -> the same, float32 or wider."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     rows = tree.row_of(places, draft)
@@ -84,11 +106,11 @@ def _bias(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
     return bias
 
 
-def _penalise(x: Tensor, places: Ints, rows: Ints, draft: Draft, settings: Settings) -> Tensor:
+def _penalise(x: Tensor, places: Places, rows: Ints, draft: Draft, settings: Settings) -> Tensor:
     vocab = x.shape[-1]
     seen, written = np.zeros((2, len(places), vocab), np.float64)
-    for i, (place, row) in enumerate(zip(places.tolist(), rows.tolist(), strict=True)):
-        seq, path = settings.seqs[row], draft.token[tree.ancestors(draft, place)]
+    for i, (place, row) in enumerate(zip(places, rows.tolist(), strict=True)):
+        seq, path = settings.seqs[row], draft.text(tree.ancestors(draft, place))
         if needs_history(settings.params[row]):
             written[i] = np.bincount(np.array([*seq.generated, *path], np.int64), minlength=vocab)[:vocab]
             seen[i] = written[i] + np.bincount(np.array(seq.request.prompt, np.int64), minlength=vocab)[:vocab]
@@ -99,7 +121,7 @@ def _penalise(x: Tensor, places: Ints, rows: Ints, draft: Draft, settings: Setti
     return x - settings.column("frequency_penalty", rows, x) * count
 
 
-def _hold_ends(x: Tensor, places: Ints, rows: Ints, draft: Draft, settings: Settings) -> Tensor:
+def _hold_ends(x: Tensor, places: Places, rows: Ints, draft: Draft, settings: Settings) -> Tensor:
     x, depth = x.clone(), tree.depth_of(places, draft)
     for i, row in enumerate(rows.tolist()):
         seq = settings.seqs[row]
@@ -126,7 +148,7 @@ def _truncate(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
     return x
 
 
-def warp(logits: Tensor, places: Ints, draft: Draft, settings: Settings) -> Tensor:
+def warp(logits: Tensor, places: Places, draft: Draft, settings: Settings) -> Tensor:
     """Log-probabilities [places, V] of the next token at each place. Greedy rows get the one-hot limit."""
     x = process(logits, places, draft, settings)
     rows = tree.row_of(places, draft)
@@ -134,7 +156,7 @@ def warp(logits: Tensor, places: Ints, draft: Draft, settings: Settings) -> Tens
     warm = torch.where(greedy[:, None], 1.0, settings.column("temperature", rows, x))
     out = torch.log_softmax(_truncate(x / warm, rows, settings), -1)
     if bool((out.isnan().any(-1) & ~greedy).any()):
-        raise OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
+        raise _not_a_number()
     if settings.greedy.any():
         hot = torch.full_like(out, -torch.inf).scatter_(-1, argmax(x)[:, None], 0.0)
         out = torch.where(greedy[:, None], hot, out)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
-from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Reading, Scores, Sequence, StepRecord
+from outrider.core.types import Draft, ModelSpec, Outcome, Places, Reading, Scores, Sequence, StepRecord
 
 
 class Model(Protocol):
@@ -21,7 +21,7 @@ class Model(Protocol):
     def prefill(self, seqs: list[Sequence]) -> None:
         """Cache all but the last token of every sequence, in chunks."""
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
         """Logits at the places, in their order. A root scores what the row committed since this model last looked.
         Nodes need their ancestors scored, now or earlier in the same step; nothing is scored twice."""
 
@@ -42,7 +42,7 @@ class Drafter(Protocol):
 
     def begin(self, seq: Sequence) -> None: ...
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Ints, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
         """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that
         it has no guess for gets none. Places of the same step come in growing depth."""
 

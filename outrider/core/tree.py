@@ -1,22 +1,23 @@
 """Pure functions on Draft. Nothing here looks at probabilities or moves data off the host."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, cat
 
-from outrider.core.types import POINT, Draft, Ints
+from outrider.core.types import POINT, Draft, Ints, Places
 
 
-def roots(rows: int) -> Ints:
+def roots(rows: int) -> Places:
     """The places of all roots, row 0 first."""
-    return ~np.arange(rows)
+    return [~r for r in range(rows)]
 
 
-def all_places(draft: Draft) -> Ints:
+def all_places(draft: Draft) -> Places:
     """Every root, then every node: place p is at index `index_of(p, draft.rows)`."""
-    return np.concatenate([roots(draft.rows), np.arange(len(draft))])
+    return [*roots(draft.rows), *range(len(draft))]
 
 
 def index_of(place: int, rows: int) -> int:
@@ -24,50 +25,51 @@ def index_of(place: int, rows: int) -> int:
     return ~place if place < 0 else rows + place
 
 
-def row_of(places: Ints, draft: Draft) -> Ints:
-    return np.where(places < 0, ~places, draft.row[np.maximum(places, 0)] if len(draft) else 0)
+def row_of(places: Iterable[int], draft: Draft) -> Ints:
+    return np.array([~p if p < 0 else draft.row[p] for p in places], np.int64)
 
 
-def depth_of(places: Ints, draft: Draft) -> Ints:
-    return np.where(places < 0, 0, draft.depth[np.maximum(places, 0)] if len(draft) else 0)
+def depth_of(places: Iterable[int], draft: Draft) -> Ints:
+    return np.array([0 if p < 0 else draft.depth[p] for p in places], np.int64)
 
 
 def grow(
     draft: Draft,
-    parent: Ints,
-    token: Ints,
+    parent: Sequence[int],
+    token: Sequence[int],
     source: int,
-    kind: Ints | int = POINT,
-    score: NDArray[np.float64] | float = 1.0,
+    kind: int = POINT,
+    score: Sequence[float] | float = 1.0,
     q: Tensor | None = None,
-    q_row: Ints | None = None,
+    q_row: Sequence[int] | None = None,
 ) -> Draft:
     """The draft with one node per (parent place, token).
 
     A point whose twin (same parent, same token, also a point) is there already is not added twice: the twin gains the
     source. `q` [s, V] are new distributions, `q_row` points into them (-1 for points).
     """
-    n = len(token)
-    kind, score = np.broadcast_to(kind, n), np.broadcast_to(score, n)
-    q_row = np.full(n, -1) if q_row is None else q_row
-    known = {(int(p), int(t)): i for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)) if k == POINT}
-    twin = np.array([known.get((int(p), int(t)), -1) if k == POINT else -1 for p, t, k in zip(parent, token, kind, strict=True)], int)
-    sources = draft.source.copy()
-    sources[twin[twin >= 0]] |= source
-    new = twin < 0
+    parents, tokens = [int(p) for p in parent], [int(t) for t in token]
+    scores = [float(score)] * len(tokens) if isinstance(score, (int, float)) else [float(x) for x in score]
+    sources, new = draft.source, list(range(len(tokens)))
+    if kind == POINT and len(draft):
+        known = {(p, t): i for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)) if k == POINT}
+        twins = [known.get(pair, -1) for pair in zip(parents, tokens, strict=True)]
+        new = [i for i, twin in enumerate(twins) if twin < 0]
+        if len(new) < len(twins):
+            gained = {twin for twin in twins if twin >= 0}
+            sources = [s | source if i in gained else s for i, s in enumerate(sources)]
     offset = 0 if draft.q is None else len(draft.q)
-    join = np.concatenate
     return Draft(
-        rows=draft.rows,
-        token=join([draft.token, token[new]]).astype(np.int64),
-        parent=join([draft.parent, parent[new]]).astype(np.int64),
-        row=join([draft.row, row_of(parent, draft)[new]]).astype(np.int64),
-        depth=join([draft.depth, depth_of(parent, draft)[new] + 1]).astype(np.int64),
-        source=join([sources, np.full(int(new.sum()), source)]).astype(np.int64),
-        kind=join([draft.kind, kind[new]]).astype(np.int64),
-        q_row=join([draft.q_row, np.where(q_row >= 0, q_row + offset, -1)[new]]).astype(np.int64),
-        score=join([draft.score, score[new]]),
-        q=q if draft.q is None else draft.q if q is None else cat([draft.q, q]),
+        draft.rows,
+        draft.token + [tokens[i] for i in new],
+        draft.parent + [parents[i] for i in new],
+        draft.row + [~p if (p := parents[i]) < 0 else draft.row[p] for i in new],
+        draft.depth + [1 if (p := parents[i]) < 0 else draft.depth[p] + 1 for i in new],
+        sources + [source] * len(new),
+        draft.kind + [kind] * len(new),
+        draft.q_row + ([-1] * len(new) if q_row is None else [int(q_row[i]) + offset if q_row[i] >= 0 else -1 for i in new]),
+        draft.score + [scores[i] for i in new],
+        q if draft.q is None else draft.q if q is None else cat([draft.q, q]),
     )
 
 
@@ -76,51 +78,49 @@ def ancestors(draft: Draft, place: int) -> list[int]:
     path = []
     while place >= 0:
         path.append(place)
-        place = int(draft.parent[place])
+        place = draft.parent[place]
     return path[::-1]
 
 
 def children(draft: Draft) -> dict[int, list[int]]:
     """Place -> its child nodes in the order they are to be tried: sampled ones as drawn, then points."""
     table: dict[int, list[int]] = {}
-    for node, parent in enumerate(draft.parent.tolist()):
+    for node, parent in enumerate(draft.parent):
         table.setdefault(parent, []).append(node)
-    if (draft.kind != POINT).any() and (draft.kind == POINT).any():
-        table = {p: sorted(nodes, key=lambda n: bool(draft.kind[n] == POINT)) for p, nodes in table.items()}
+    if POINT in draft.kind and len(set(draft.kind)) > 1:
+        table = {p: sorted(nodes, key=lambda n: draft.kind[n] == POINT) for p, nodes in table.items()}
     return table
 
 
-def survival(draft: Draft) -> NDArray[np.float64]:
+def survival(draft: Draft) -> list[float]:
     """Per node: the product of the scores on its path."""
-    out = draft.score.copy()
-    for node, parent in enumerate(draft.parent.tolist()):
-        if parent >= 0:
-            out[node] *= out[parent]
+    out: list[float] = []
+    for parent, score in zip(draft.parent, draft.score, strict=True):
+        out.append(score * out[parent] if parent >= 0 else score)
     return out
 
 
-def heaviest(draft: Draft, budget: int) -> Ints:
+def heaviest(draft: Draft, budget: int) -> list[int]:
     """Nodes to keep so that each row has at most `budget`: the most likely to survive, ties to the shallower. Closed
     under parents. Whether pruning is lawful is the caller's affair."""
     weight = survival(draft)
-    kept: list[int] = []
-    for row in range(draft.rows):
-        nodes = np.flatnonzero(draft.row == row)
-        order = nodes[np.lexsort((nodes, draft.depth[nodes], -weight[nodes]))]
-        kept += order[:budget].tolist()
-    return np.array(sorted(kept), np.int64)
+    left = [budget] * draft.rows
+    kept = []
+    for n in sorted(range(len(draft)), key=lambda n: (-weight[n], draft.depth[n], n)):
+        if left[draft.row[n]]:
+            left[draft.row[n]] -= 1
+            kept.append(n)
+    return sorted(kept)
 
 
-def select(draft: Draft, keep: Ints) -> Draft:
+def select(draft: Draft, keep: list[int]) -> Draft:
     """The draft with only the nodes `keep` (ascending, closed under parents), renumbered in that order."""
-    new_name = np.full(len(draft), -1)
-    new_name[keep] = np.arange(len(keep))
-    parent = draft.parent[keep]
-    arrays = {f: getattr(draft, f)[keep] for f in ("token", "row", "depth", "source", "kind", "q_row", "score")}
-    return replace(draft, parent=np.where(parent < 0, parent, new_name[np.maximum(parent, 0)]), **arrays)
+    new_name = {old: new for new, old in enumerate(keep)}
+    columns: dict[str, Any] = {f: [getattr(draft, f)[n] for n in keep] for f in ("token", "row", "depth", "source", "kind", "q_row", "score")}
+    return replace(draft, parent=[p if (p := draft.parent[n]) < 0 else new_name[p] for n in keep], **columns)
 
 
-def follow(draft: Draft, choice: Ints) -> tuple[list[list[int]], list[int]]:
+def follow(draft: Draft, choice: list[int]) -> tuple[list[list[int]], list[int]]:
     """Walk each row along the chosen tokens. choice [rows + nodes], in the order of `all_places`.
 
     Returns the accepted path of each row and the token chosen where it ends.
@@ -136,5 +136,5 @@ def follow(draft: Draft, choice: Ints) -> tuple[list[list[int]], list[int]]:
             path.append(step)
             place = step
         paths.append(path)
-        bonus.append(int(choice[index_of(place, draft.rows)]))
+        bonus.append(wanted)
     return paths, bonus

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.core.errors import OutriderError
 
 Ints = NDArray[np.int64]
+Places = list[int]
 
 POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i.d. from q; drawn without replacement
 TARGET = "target"
@@ -88,33 +89,33 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
-def _ids() -> Ints:
-    return np.empty(0, np.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A ragged forest for a batch of `rows` rows; no nodes is legal and common.
 
-    Arrays over nodes, parents before children, siblings in the order they are to be tried:
-    token; parent (a place); row; depth (1 = follows the committed text); source (bit mask of drafters); kind (POINT,
-    SAMPLED, DISTINCT); q_row (row of `q` it was drawn from, -1 for POINT); score (the drafter's estimate that the node
-    is accepted given its parent).
+    Lists over nodes (a step has few, and plain lists are the quickest for few), parents before children, siblings in the
+    order they are to be tried: token; parent (a place); row; depth (1 = follows the committed text); source (bit mask
+    of drafters); kind (POINT, SAMPLED, DISTINCT); q_row (row of `q` it was drawn from, -1 for POINT); score (the
+    drafter's estimate that the node is accepted given its parent). Never changed in place.
     """
 
     rows: int
-    token: Ints = field(default_factory=_ids)
-    parent: Ints = field(default_factory=_ids)
-    row: Ints = field(default_factory=_ids)
-    depth: Ints = field(default_factory=_ids)
-    source: Ints = field(default_factory=_ids)
-    kind: Ints = field(default_factory=_ids)
-    q_row: Ints = field(default_factory=_ids)
-    score: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    token: list[int] = field(default_factory=list)
+    parent: list[int] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    q_row: list[int] = field(default_factory=list)
+    score: list[float] = field(default_factory=list)
     q: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token)
+
+    def text(self, path: list[int]) -> list[int]:
+        """The tokens of a path of nodes."""
+        return [self.token[n] for n in path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +152,9 @@ class Outcome:
     bonus: list[int | None]
     discarded: list[int]
 
-    def renamed(self, names: Ints) -> "Outcome":
+    def renamed(self, names: list[int]) -> "Outcome":
         """The same outcome with node i called names[i]."""
-        return replace(self, paths=[[int(names[n]) for n in path] for path in self.paths])
+        return replace(self, paths=[[names[n] for n in path] for path in self.paths])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,8 @@ class StepRecord:
     """Written once per step; everything that learns or reports reads this.
 
     Per row: request id, committed length before the step, nodes sent to verification, accepted nodes, emitted tokens,
-    discarded tokens. `seconds`: per stage. `reason`: a code for why the plan was what it was.
+    discarded tokens. `seconds`: per stage. `reason`: a code for why the plan was what it was. By model: `forward`, the
+    seconds its forwards took, which stages include; `tiers`, what served its last one (compiled, or eager and why).
     """
 
     plan: Plan
@@ -227,3 +229,5 @@ class StepRecord:
     seconds: dict[str, float]
     reading: Reading
     reason: str
+    forward: dict[str, float] = field(default_factory=dict)
+    tiers: dict[str, str] = field(default_factory=dict)

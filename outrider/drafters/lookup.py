@@ -6,12 +6,10 @@ certain of what it proposes and samples nothing.
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
-from outrider.core.types import Draft, Ints, Outcome, Sequence
+from outrider.core.types import Draft, Outcome, Places, Sequence
 from outrider.drafters.suffix import Cursor, SuffixTree
 
 
@@ -43,13 +41,13 @@ class Lookup:
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Nothing to record: the text itself is the record, indexed at the next use."""
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Ints, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
         parents: list[int] = []
         tokens: list[int] = []
         scores: list[float] = []
         onward: list[tuple[_State, int, int, Cursor]] = []
-        for place in frontier.tolist():
-            state: _State = seqs[~place if place < 0 else int(draft.row[place])].slots[self.name]
+        for place in frontier:
+            state: _State = seqs[~place if place < 0 else draft.row[place]].slots[self.name]
             cursor = self._start(seqs[~place], state) if place < 0 else state.cursors.get(place)
             for token, share, after in state.index.next(cursor, width) if cursor else ():
                 parents.append(place)
@@ -58,8 +56,8 @@ class Lookup:
                 onward.append((state, place, token, after))
         if not tokens:
             return draft
-        grown = tree.grow(draft, np.array(parents), np.array(tokens), source, score=np.array(scores))
-        names = {(int(p), int(t)): i for i, (p, t) in enumerate(zip(grown.parent, grown.token, strict=True)) if grown.source[i] & source}
+        grown = tree.grow(draft, parents, tokens, source, score=scores)
+        names = {pair: i for i, pair in enumerate(zip(grown.parent, grown.token, strict=True)) if grown.source[i] & source}
         for state, place, token, after in onward:
             state.cursors[names[place, token]] = after
         return grown

@@ -5,15 +5,17 @@ settings: with replacement-free siblings under `exact` (q is kept for the verdic
 `coupled`. Its cache is caught up at the next use, however long it was left out.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
-from outrider.core.sampling import Settings, process, warp
+from outrider.core.sampling import Settings, decided, process, warp
 from outrider.core.sockets import Model
-from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Ints, Outcome, Sequence
+from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
 
 MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, so that addresses of noise never meet
 
@@ -39,25 +41,33 @@ class ModelDrafter:
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.model.commit(seqs, draft, outcome)
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Ints, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
-        rows, depth = tree.row_of(frontier, draft), tree.depth_of(frontier, draft)
-        length = np.array([len(seqs[r].tokens) for r in rows.tolist()])
-        frontier = frontier[length + depth < self.model.spec.context]
-        if not len(frontier):
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+        frontier = [p for p in frontier if self._end(seqs, draft, p) < self.model.spec.context]
+        if not frontier:
             return draft
-        logits = self._fit(self.model.score(seqs, draft, frontier).logits)
+        scores = self.model.score(seqs, draft, frontier)
+        if settings.raw and width == 1 and self.model.spec.vocab_size <= self.vocab:
+            tokens, logp = decided(scores)
+            return tree.grow(draft, frontier, tokens, source, POINT, [math.exp(x) for x in logp])
+        logits = self._fit(scores.logits)
         if settings.all_greedy:
             return self._points(draft, frontier, process(logits, frontier, draft, settings), width, source)
         rows = tree.row_of(frontier, draft)
         exact = ~settings.greedy[rows] & ~settings.coupled[rows]
         if exact.any() and not exact.all():  # both kinds in one batch: one after the other
-            draft = self._sampled(draft, frontier[exact], warp(logits[exact], frontier[exact], draft, settings), width, source, noise)
-            frontier, logits, exact = frontier[~exact], logits[~exact], exact[~exact]
-        logp = warp(logits, frontier, draft, settings)
+            drawn, other = ([p for p, e in zip(frontier, exact, strict=True) if e == kind] for kind in (True, False))
+            draft = self._sampled(draft, drawn, warp(logits[exact], drawn, draft, settings), width, source, noise)
+            frontier, logits, exact = other, logits[~exact], exact[~exact]
+        logq = warp(logits, frontier, draft, settings)
         if exact.all() and len(exact):
-            return self._sampled(draft, frontier, logp, width, source, noise)
-        raced = noise.race(logp, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
+            return self._sampled(draft, frontier, logq, width, source, noise)
+        raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
+
+    @staticmethod
+    def _end(seqs: list[Sequence], draft: Draft, place: int) -> int:
+        """Tokens of the text up to and with the place."""
+        return len(seqs[~place].tokens) if place < 0 else len(seqs[draft.row[place]].tokens) + draft.depth[place]
 
     def _fit(self, logits: Tensor) -> Tensor:
         missing = self.vocab - logits.shape[-1]
@@ -65,19 +75,19 @@ class ModelDrafter:
             return logits
         return logits[:, : self.vocab] if missing < 0 else torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
-    def _points(self, draft: Draft, frontier: Ints, x: Tensor, width: int, source: int) -> Draft:
+    def _points(self, draft: Draft, frontier: Places, x: Tensor, width: int, source: int) -> Draft:
         """The `width` largest of x [n, V] below each place, ties to the lowest id."""
         values, ids = x.sort(dim=-1, descending=True, stable=True) if width > 1 else _first(x)
         share = torch.exp(values[:, :width] - torch.logsumexp(x, -1, keepdim=True))
         good = torch.isfinite(values[:, :width]).flatten().cpu().numpy()
         parents = np.repeat(frontier, width)[good] if width <= x.shape[-1] else np.repeat(frontier, x.shape[-1])[good]
         tokens = ids[:, :width].flatten().cpu().numpy()[good]
-        return tree.grow(draft, parents, tokens, source, POINT, share.double().flatten().cpu().numpy()[good])
+        return tree.grow(draft, parents, tokens, source, POINT, share.double().flatten().cpu().numpy()[good].tolist())
 
-    def _sampled(self, draft: Draft, frontier: Ints, logp: Tensor, width: int, source: int, noise: RowNoise) -> Draft:
+    def _sampled(self, draft: Draft, frontier: Places, logp: Tensor, width: int, source: int, noise: RowNoise) -> Draft:
         """`width` draws without replacement from q = exp(logp) [n, V] below each place."""
         q, rows = logp.exp(), tree.row_of(frontier, draft)
-        number = np.array([-1 if p < 0 else int((draft.row[:p] == draft.row[p]).sum()) for p in frontier.tolist()])  # within its row
+        number = np.array([-1 if p < 0 else draft.row[:p].count(draft.row[p]) for p in frontier])  # within its row
         address = source * MAX_PLACES + number + 1  # a drafter extends a place once a step
         left, tokens, alive = q.clone(), [], []
         for i in range(width):
@@ -91,7 +101,7 @@ class ModelDrafter:
         q_row = np.repeat(np.arange(len(frontier)), width)[keep]
         kind = SAMPLED if width == 1 else DISTINCT
         parents = np.repeat(frontier, width)[keep]
-        return tree.grow(draft, parents, chosen.flatten()[keep], source, kind, score.flatten()[keep], q, q_row)
+        return tree.grow(draft, parents, chosen.flatten()[keep], source, kind, score.flatten()[keep].tolist(), q, q_row)
 
 
 def _first(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,13 @@ def stats(records: list[StepRecord], request: str) -> dict[str, Any]:
     drafted, accepted, emitted, discarded = ([getattr(r, f)[i] for r, i in at] for f in ("drafted", "accepted", "emitted", "discarded"))
     known = [r.reading.joules for r, _ in at if r.reading.joules is not None]
     seconds: Counter[str] = Counter()
+    forward: Counter[str] = Counter()
+    tiers: dict[str, Counter[str]] = {}
     for r, _ in at:
         seconds.update(r.seconds)
+        forward.update(r.forward)
+        for model, tier in r.tiers.items():
+            tiers.setdefault(model, Counter())[tier] += 1
     return {
         "steps": len(at),
         "target_calls": len(at),
@@ -34,6 +39,8 @@ def stats(records: list[StepRecord], request: str) -> dict[str, Any]:
         "per_step_drafted": drafted,
         "seconds": sum(r.reading.seconds for r, _ in at),
         "seconds_by_stage": dict(seconds),
+        "forward_seconds": dict(forward),
+        "tiers": {model: dict(count) for model, count in tiers.items()},
         "joules": sum(known) if at and len(known) == len(at) else None,
         "meter": at[0][0].reading.source if at else "none",
         "reasons": dict(Counter(r.reason for r, _ in at)),

@@ -6,20 +6,34 @@ signature (logits_to_keep). `models.load` refuses by name what it knows to be di
 
 import copy
 import inspect
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.core.types import Best, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
+from outrider.core.types import Best, Draft, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.compiled import Compiled
 from outrider.models.kv import Block, Rows
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
 LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on asked places only
+
+
+@dataclass(slots=True)
+class Meter:
+    """Seconds a model's forwards took since they were last taken, and what served the last one: `compiled`, or `eager`
+    and why. On a GPU forwards run on after they were asked for; there it is the time of asking."""
+
+    tier: str = "eager:off"
+    seconds: float = 0.0
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 class HFModel:
@@ -33,7 +47,7 @@ class HFModel:
         self.device, self.dtype = module.device, module.dtype
         self.step = Step(module, self.store, kinds, spec.vocab_size)
         self.compiled: Compiled | None = None
-        self.tier = "eager:off"  # what served the last forward of a step, or why it was not compiled
+        self.meter = Meter()
         self.numbers = torch.arange(self.store.capacity, device=self.device)
         self.reads: dict[int, Tensor] = {}
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
@@ -68,8 +82,8 @@ class HFModel:
                 self._eager(self.rows.append(seq, part), nodes=False, **self.one_logit)
                 self.rows.appended(seq, part)
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
-        fresh = [seqs[~p] for p in places.tolist() if p < 0]
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
+        fresh = [seqs[~p] for p in places if p < 0]
         self.prefill([s for s in fresh if len(self.rows.tail(s)) > LONG_TAIL])
         layout = self.rows.layout(seqs, draft, places)
         outs = [self._forward(block) for block in layout.blocks]
@@ -81,12 +95,19 @@ class HFModel:
         if self.compiled is None:
             return self._eager(block)
         package = self.compiled.get(*block.table.shape[:2])
-        self.tier = "compiled" if package else self.compiled.reason
-        return package(*self._inputs(block)) if package else self._eager(block)
+        self.meter.tier = "compiled" if package else self.compiled.reason
+        if package is None:
+            return self._eager(block)
+        start = time.perf_counter()
+        out = package(*self._inputs(block))
+        self.meter.seconds += time.perf_counter() - start
+        return out
 
     @torch.inference_mode()
     def _eager(self, block: Block, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        start = time.perf_counter()
         out: tuple[Tensor, Tensor, Tensor] = self.step(*self._inputs(block), **options)
+        self.meter.seconds += time.perf_counter() - start
         return out
 
     def _inputs(self, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -115,7 +136,7 @@ class HFView(HFModel):
         self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
         self.forwards, self.computed = 0, 0
-        self.compiled, self.tier = None, "eager:view"
+        self.compiled, self.meter = None, Meter(tier="eager:view")
 
     def open(self, seq: Sequence) -> None:
         """The owner's row serves."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import MAX_NODES, Draft, Ints, Outcome, Sequence
+from outrider.core.types import MAX_NODES, Draft, Ints, Outcome, Places, Sequence
 
 BUCKET = 64  # slots read are rounded up to this, so that shapes recur
 
@@ -140,12 +140,12 @@ class Rows:
         """The chunk is in the cache now."""
         self.of(seq).text += tokens
 
-    def layout(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Layout:
+    def layout(self, seqs: list[Sequence], draft: Draft, places: Places) -> Layout:
         """Where everything goes in one forward over `places`; marks it as this step's scratch."""
         lines: dict[int, list[Column]] = {}
         asked: list[tuple[int, int]] = []
-        for place in places.tolist():
-            r = ~place if place < 0 else int(draft.row[place])
+        for place in places:
+            r = ~place if place < 0 else draft.row[place]
             line = lines.setdefault(r, [])
             if place < 0:
                 line += self._tail_columns(seqs[r])
@@ -169,14 +169,14 @@ class Rows:
 
     def _node_column(self, row: Row, draft: Draft, node: int) -> Column:
         assert row.base >= 0, "a node is scored before its root"
-        k, parent, depth = len(row.scratch), int(draft.parent[node]), int(draft.depth[node])
+        k, parent, depth = len(row.scratch), draft.parent[node], draft.depth[node]
         if row.base + k + 1 >= self.capacity:
             raise OutriderError(
                 f"{self.name} has {self.capacity} slots a row and needs {row.base + k + 2}", "", "a larger context or a smaller draft"
             )
         sees = row.scratch[node] = (row.scratch[parent] if parent >= 0 else 0) | 1 << k
         kinds = [_signed(sees if w is None or w > depth else self._recent(row, draft, node, w)) for w in self.windows]
-        return (int(draft.token[node]), row.base - 1 + depth, row.base + k, row.base, *kinds)
+        return (draft.token[node], row.base - 1 + depth, row.base + k, row.base, *kinds)
 
     def _recent(self, row: Row, draft: Draft, node: int, window: int) -> int:
         """The scratch slots of the node and its window - 1 nearest ancestors."""
@@ -205,7 +205,7 @@ class Rows:
                 kept.append(order[node])
             if kept != list(range(len(kept))):
                 self.store.move(row.index, row.base + np.array(kept), row.base)
-            row.text += seq.tokens[row.cached : row.base] + draft.token[path[: len(kept)]].tolist()
+            row.text += seq.tokens[row.cached : row.base] + draft.text(path[: len(kept)])
             row.base, row.scratch = -1, {}
 
 

@@ -258,7 +258,7 @@ def self_check(model: HFModel) -> None:
     seqs = [Sequence(Request(f"check-{r}", tuple(t), SamplingParams(), 0, "exact"), list(t)) for r, t in enumerate(texts)]
     draft = Draft(rows=count)
     for parents, tokens in (([~0, ~0, ~(count - 1)], [2, 3, 4]), ([0, 1], [5, 6]), ([3], [1])):
-        draft = tree.grow(draft, np.array(parents), np.array(tokens) % model.spec.vocab_size, 1)
+        draft = tree.grow(draft, parents, [t % model.spec.vocab_size for t in tokens], 1)
     places = tree.all_places(draft)
     for seq in seqs:
         model.open(seq)
@@ -266,9 +266,9 @@ def self_check(model: HFModel) -> None:
         model.prefill(seqs)
         found = model.score(seqs, draft, places).logits.float()
         errors = []
-        for place, got in zip(places.tolist(), found, strict=True):
-            row = ~place if place < 0 else int(draft.row[place])
-            text = texts[row] + draft.token[tree.ancestors(draft, place)].tolist()
+        for place, got in zip(places, found, strict=True):
+            row = ~place if place < 0 else draft.row[place]
+            text = texts[row] + draft.text(tree.ancestors(draft, place))
             want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1, : model.spec.vocab_size].float()
             errors.append(float((got - want).abs().max() / want.std().clamp_min(1e-9)))
         routed = any(getattr(model.module.config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
@@ -282,6 +282,6 @@ def self_check(model: HFModel) -> None:
     finally:
         for seq in seqs:
             model.close(seq)
-        for row in model.rows.all:
-            row.text = []
+        for held in model.rows.all:
+            held.text = []
         model.forwards = model.computed = model.rows.reused = 0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.noise import address, uniform
-from outrider.core.types import MAX_NODES, Can, Draft, Ints, ModelSpec, Outcome, Scores, Sequence
+from outrider.core.types import MAX_NODES, Can, Draft, Ints, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.kv import Block, Rows, slots_for
 
 
@@ -86,7 +86,7 @@ class ToyModel:
         row = np.arange(block.first, block.first + rows)[:, None]
         self.store.cells[row, block.table[..., 2]] = block.table[..., :2]
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Ints) -> Scores:
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
         layout = self.rows.layout(seqs, draft, places)
         seen: list[Tensor] = []
         for block in layout.blocks:

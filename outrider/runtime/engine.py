@@ -8,17 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import RowNoise
-from outrider.core.sampling import Settings, process, top_logprobs, warp
+from outrider.core.sampling import Settings, decided, process, top_logprobs, warp
 from outrider.core.sockets import Drafter, Model
-from outrider.core.types import MAX_NODES, POINT, TARGET, Draft, Ints, Outcome, Plan, Reading, Request, Sequence, StepRecord
+from outrider.core.types import MAX_NODES, POINT, TARGET, Draft, Outcome, Places, Plan, Reading, Request, Scores, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
-from outrider.verify.exact import RULES
+from outrider.verify.exact import RULES, walk
+
+SILENCE = RowNoise(*[np.empty(0, np.int64)] * 3)  # greedy rows ask for no noise
 
 Choose = Callable[[list[Sequence]], tuple[Plan, str]]
 
@@ -49,6 +51,9 @@ class Engine:
         self.target, self.drafters, self.choose = target, drafters, choose
         self.bits = {name: 1 << i for i, name in enumerate(drafters)}
         self.batcher = Batcher(rows)
+        self.settings: Settings | None = None
+        timed: dict[str, Any] = {TARGET: target, **{name: getattr(part, "model", None) for name, part in drafters.items()}}
+        self.meters = {name: model.meter for name, model in timed.items() if hasattr(model, "meter")}
 
     def submit(self, request: Request) -> Sequence:
         """Queue a request; it runs as `step` is called."""
@@ -97,50 +102,55 @@ class Engine:
         plan, reason = self.choose(seqs)
         if plan.drafters and not any(_allowed(s, name) for s in seqs for name, _, _ in plan.drafters):
             plan, reason = Plan(), "off:request"
-        clock, settings, noise = Clock(), Settings.of(seqs), _noise(seqs)
+        clock, settings = Clock(), self._settings(seqs)
+        noise = SILENCE if settings.all_greedy else _noise(seqs)
         self.target.prefill(seqs)
         clock.mark("prefill")
         full = self._propose(seqs, plan, settings, noise)
         draft, names = _trim(full, plan, settings)
         clock.mark("draft")
-        places = tree.all_places(draft)
-        logits = self.target.score(seqs, full, np.concatenate([tree.roots(len(seqs)), names])).logits
+        scores = self.target.score(seqs, full, [*tree.roots(len(seqs)), *names])
         clock.mark("score")
-        outcome, reasons = _cut(seqs, draft, _accept(draft, logits, places, settings, noise))
+        outcome, reasons = _cut(seqs, draft, _accept(draft, scores, settings, noise))
         clock.mark("accept")
-        emitted = self._write(seqs, draft, outcome, logits)
+        emitted = self._write(seqs, draft, outcome, scores)
         for seq, why in zip(seqs, reasons, strict=True):
             seq.finish_reason = why
-        self._commit(seqs, full, outcome.renamed(names))
+        self._commit(seqs, full, outcome if draft is full else outcome.renamed(names))
         clock.mark("commit")
         self._record(seqs, plan, reason, draft, outcome, emitted, clock)
+
+    def _settings(self, seqs: list[Sequence]) -> Settings:
+        """Those of the batch: made anew only when its members change."""
+        if self.settings is None or self.settings.seqs != seqs:
+            self.settings = Settings.of(list(seqs))
+        return self.settings
 
     def _propose(self, seqs: list[Sequence], plan: Plan, settings: Settings, noise: RowNoise) -> Draft:
         """Every drafter of the plan grows the forest level by level."""
         draft = Draft(rows=len(seqs))
-        room = np.array([s.request.sampling.max_tokens - s.produced - 1 for s in seqs])
+        room = [s.request.sampling.max_tokens - s.produced - 1 for s in seqs]
+        cap = _cap(plan, settings)
         for name, depth, width in plan.drafters:
-            bit = self.bits[name]
-            cap = _cap(plan, settings)
-            across = min(width, cap)
-            frontier = tree.roots(len(seqs))[np.array([_allowed(s, name) for s in seqs])]
+            bit, across = self.bits[name], min(width, cap)
+            frontier = [~r for r, s in enumerate(seqs) if _allowed(s, name)]
             for level in range(depth):
                 frontier = _fitting(draft, frontier, across, level, room, cap)
-                if not len(frontier):
+                if not frontier:
                     break
                 draft = self.drafters[name].extend(seqs, draft, frontier, across, bit, settings, noise)
-                frontier = np.flatnonzero(((draft.source & bit) > 0) & (draft.depth == level + 1))
+                frontier = [n for n, source in enumerate(draft.source) if source & bit and draft.depth[n] == level + 1]
         return draft
 
-    def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, logits: Tensor) -> list[list[int]]:
+    def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
         """Add what was decided to the texts, each token with its origin. Returns the new tokens of each row."""
         emitted = []
         for r, (seq, path, bonus) in enumerate(zip(seqs, outcome.paths, outcome.bonus, strict=True)):
-            new = draft.token[path].tolist() + ([] if bonus is None else [bonus])
+            new = draft.text(path) + ([] if bonus is None else [bonus])
             if (count := seq.request.sampling.logprobs) is not None:
-                decided_at = [~r, *path][: len(new)]
+                decided_at, logits = [~r, *path][: len(new)], scores.logits
                 seq.logprobs += [top_logprobs(logits[tree.index_of(p, draft.rows)], t, count) for p, t in zip(decided_at, new, strict=True)]
-            seq.origins += [self._names(int(draft.source[n])) for n in path] + ([] if bonus is None else [TARGET])
+            seq.origins += [self._names(draft.source[n]) for n in path] + ([] if bonus is None else [TARGET])
             seq.tokens += new
             seq.steps += 1
             emitted.append(new)
@@ -159,12 +169,12 @@ class Engine:
         credit: Counter[tuple[str, int]] = Counter()
         for path in outcome.paths:
             for n in path:
-                credit.update((name, int(draft.depth[n])) for name, bit in self.bits.items() if draft.source[n] & bit)
+                credit.update((name, draft.depth[n]) for name, bit in self.bits.items() if draft.source[n] & bit)
         record = StepRecord(
             plan=plan,
             requests=tuple(s.request.id for s in seqs),
             context=tuple(len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)),
-            drafted=tuple(np.bincount(draft.row, minlength=len(seqs)).tolist()),
+            drafted=tuple(draft.row.count(r) for r in range(len(seqs))),
             accepted=tuple(map(len, outcome.paths)),
             emitted=tuple(map(len, emitted)),
             discarded=tuple(outcome.discarded),
@@ -172,6 +182,8 @@ class Engine:
             seconds=clock.seconds,
             reading=Reading(sum(clock.seconds.values()), None, "none", "wall clock of the step"),
             reason=reason,
+            forward={name: meter.take() for name, meter in self.meters.items()},
+            tiers={name: meter.tier for name, meter in self.meters.items()},
         )
         for seq in seqs:
             seq.records.append(record)
@@ -193,27 +205,29 @@ def _cap(plan: Plan, settings: Settings) -> int:
     return min(plan.budget, MAX_NODES) if plan.budget and not lawful else MAX_NODES
 
 
-def _fitting(draft: Draft, frontier: Ints, width: int, level: int, room: Ints, cap: int) -> Ints:
+def _fitting(draft: Draft, frontier: Places, width: int, level: int, room: list[int], cap: int) -> Places:
     """The places that may grow: their row needs more tokens than that, and its next level fits under the cap."""
-    rows = tree.row_of(frontier, draft)
-    after = np.bincount(draft.row, minlength=draft.rows) + width * np.bincount(rows, minlength=draft.rows)
-    return frontier[(room[rows] > level) & (after[rows] <= cap)]
+    rows = [~p if p < 0 else draft.row[p] for p in frontier]
+    return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level and draft.row.count(r) + width * rows.count(r) <= cap]
 
 
-def _trim(draft: Draft, plan: Plan, settings: Settings) -> tuple[Draft, Ints]:
+def _trim(draft: Draft, plan: Plan, settings: Settings) -> tuple[Draft, list[int]]:
     """(the draft within the budget, the old names of its nodes). A sampled node under `exact` is never forgotten."""
-    everything = np.arange(len(draft))
-    if not plan.budget or (draft.kind != POINT).any():
+    everything = list(range(len(draft)))
+    if not plan.budget or any(kind != POINT for kind in draft.kind):
         return draft, everything
     keep = tree.heaviest(draft, plan.budget)
     return (draft, everything) if len(keep) == len(draft) else (tree.select(draft, keep), keep)
 
 
-def _accept(draft: Draft, logits: Tensor, places: Ints, settings: Settings, noise: RowNoise) -> Outcome:
+def _accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise) -> Outcome:
+    if settings.raw:
+        return walk(draft, decided(scores)[0])
+    places = tree.all_places(draft)
     if settings.all_greedy:
-        return RULES["greedy"]().accept(draft, process(logits, places, draft, settings), noise)
+        return RULES["greedy"]().accept(draft, process(scores.logits, places, draft, settings), noise)
     rule = next(s.request.rule for s, greedy in zip(settings.seqs, settings.greedy, strict=True) if not greedy)
-    return RULES[rule]().accept(draft, warp(logits, places, draft, settings), noise)
+    return RULES[rule]().accept(draft, warp(scores.logits, places, draft, settings), noise)
 
 
 def _cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome, list[str | None]]:
@@ -224,7 +238,7 @@ def _cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome,
     paths, bonuses, discarded, reasons = [], [], [], []
     for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
         assert bonus is not None
-        new = [*draft.token[path].tolist(), bonus]
+        new = [*draft.text(path), bonus]
         keep, why = _end(seq, new)
         reasons.append(why)
         paths.append(path[:keep])

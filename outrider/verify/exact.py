@@ -22,7 +22,7 @@ class Greedy:
     name, lossless = "greedy", True
 
     def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
-        return _walk(draft, argmax(logp))
+        return walk(draft, argmax(logp).tolist())
 
 
 class Coupled:
@@ -32,11 +32,12 @@ class Coupled:
 
     def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
         places = tree.all_places(draft)
-        return _walk(draft, argmax(noise.race(logp, tree.row_of(places, draft), tree.depth_of(places, draft) + 1)))
+        return walk(draft, argmax(noise.race(logp, tree.row_of(places, draft), tree.depth_of(places, draft) + 1)).tolist())
 
 
-def _walk(draft: Draft, choice: Tensor) -> Outcome:
-    paths, bonus = tree.follow(draft, choice.cpu().numpy())
+def walk(draft: Draft, choice: list[int]) -> Outcome:
+    """Keep what was drafted as the target would have chosen it. choice [rows + nodes]: its token at every place."""
+    paths, bonus = tree.follow(draft, choice)
     return Outcome(paths, list(bonus), [0] * draft.rows)
 
 
@@ -47,9 +48,9 @@ class MultiRound:
 
     def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
         p, table, rows = logp.exp(), tree.children(draft), draft.rows
-        within = np.array([int((draft.row[:i] == r).sum()) for i, r in enumerate(draft.row)], np.int64)
+        within = np.array([draft.row[:i].count(r) for i, r in enumerate(draft.row)], np.int64)
         paths: list[list[int]] = [[] for _ in range(rows)]
-        place = tree.roots(rows)
+        place = np.array(tree.roots(rows))
         residual = p[:rows].clone()
         walking = np.arange(rows)
         while len(walking):
@@ -84,8 +85,8 @@ class MultiRound:
     ) -> np.ndarray:
         """One child of each of `rows`: bool [n], whether it is accepted; the residuals of the others are reduced."""
         at = torch.from_numpy(rows).to(residual.device)
-        token = torch.from_numpy(draft.token[nodes]).to(residual.device)[:, None]
-        point = torch.from_numpy(draft.kind[nodes] == POINT).to(residual.device)[:, None]
+        token = torch.tensor(draft.text(nodes.tolist()), device=residual.device)[:, None]
+        point = torch.tensor([draft.kind[n] == POINT for n in nodes.tolist()], device=residual.device)[:, None]
         r = residual[at]
         q = torch.stack([self._q(draft, int(n), int(i), q_of, r) for n, i in zip(nodes, rows, strict=True)])
         r_x, q_x = r.gather(-1, token), q.gather(-1, token)
@@ -99,14 +100,14 @@ class MultiRound:
                 residual[row] = rest[i]
                 if draft.kind[node] == DISTINCT:
                     left = q[i].scatter(0, token[i], 0.0)
-                    q_of[row, int(draft.q_row[node])] = left / left.sum().clamp_min(torch.finfo(q.dtype).tiny)
+                    q_of[row, draft.q_row[node]] = left / left.sum().clamp_min(torch.finfo(q.dtype).tiny)
         return taken
 
     def _q(self, draft: Draft, node: int, row: int, q_of: dict[tuple[int, int], Tensor], like: Tensor) -> Tensor:
         """What the node was drawn from; without replacement, what was left of it."""
         if draft.kind[node] == POINT or draft.q is None:
             return torch.zeros_like(like[0])
-        name = int(draft.q_row[node])
+        name = draft.q_row[node]
         return q_of[row, name] if (row, name) in q_of else draft.q[name].to(like)
 
 
