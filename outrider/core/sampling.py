@@ -4,8 +4,8 @@
 min_tokens sees its depth. Drafters warp their own logits with the same settings, so q is what was sampled from.
 """
 
-import math
 from dataclasses import dataclass
+from math import isnan
 
 import numpy as np
 import torch
@@ -28,16 +28,15 @@ def argmax(logits: Tensor) -> Tensor:
 def decided(scores: Scores) -> tuple[list[int], list[float]]:
     """The most likely token of each asked place by its raw logits, and its log-probability: what the model's own step
     found, where it looked."""
-    if scores.best is None:
+    if scores.found is None:
         token = argmax(scores.logits)
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
-    tokens, top = scores.best.token.tolist(), scores.best.top.tolist()
-    if scores.at is not None:
-        tokens, top = [tokens[i] for i in scores.at], [top[i] for i in scores.at]
-    if any(map(math.isnan, (value for value, _ in top))):
+    found = [triple for line in scores.found.tolist() for triple in line]
+    asked = found if scores.at is None else [found[i] for i in scores.at]
+    if any(isnan(value) for _, value, _ in asked):
         raise _not_a_number()
-    return tokens, [value - mass for value, mass in top]
+    return [int(token) for token, _, _ in asked], [value - mass for _, value, mass in asked]
 
 
 def _not_a_number() -> OutriderError:

@@ -113,6 +113,17 @@ def heaviest(draft: Draft, budget: int) -> list[int]:
     return sorted(kept)
 
 
+def chain(draft: Draft) -> list[int]:
+    """Nodes of one path a row: from each root down, always the child that is likeliest to be accepted."""
+    table, kept = children(draft), []
+    for row in range(draft.rows):
+        below = table.get(~row, [])
+        while below:
+            kept.append(max(below, key=lambda n: (draft.score[n], -n)))
+            below = table.get(kept[-1], [])
+    return sorted(kept)
+
+
 def select(draft: Draft, keep: list[int]) -> Draft:
     """The draft with only the nodes `keep` (ascending, closed under parents), renumbered in that order."""
     new_name = {old: new for new, old in enumerate(keep)}

@@ -119,28 +119,22 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """What a model's step found out about its own logits: token int64 [n], the largest, ties to the lowest id; top
-    [n, 2]: its logit (NaN if any logit is) and the log of the sum of exponentials."""
-
-    token: Tensor
-    top: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Scores:
-    """Logits of the asked places. `computed` [n, V] may hold others too: `at` are the asked ones' places, None: all, in
-    order. `best` is over `computed`. hidden [n, d] or None."""
+    """Logits of the asked places. `computed` [..., V] may hold others too: `at` are the asked ones' places in it, None:
+    all, in order. `found` [..., 3], as long, is what the model's own step says of each: the best token (largest logit,
+    ties to the lowest id), its logit (NaN if any is), the log of the sum of exponentials. hidden [n, d] or None.
+    """
 
     computed: Tensor
     hidden: Tensor | None = None
     at: list[int] | None = None
-    best: Best | None = None
+    found: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
         """[places, V], in the order of the places asked for."""
-        return self.computed if self.at is None else self.computed[self.at]
+        flat = self.computed.flatten(0, -2)
+        return flat if self.at is None else flat[self.at]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.step import Step
 
-VERSION = 1  # of what is built here: raise it when a package of before must not be used
+VERSION = 2  # of what is built here: raise it when a package of before must not be used
 SHAPES = ("any", "one")
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
@@ -75,7 +75,7 @@ class Package:
             own = {**dict(step.named_parameters(remove_duplicate=False)), **dict(step.named_buffers(remove_duplicate=False))}
             self.loader.load_constants({n: own[n].detach() for n in names}, False, True, True)
 
-    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         before = torch.get_num_threads()
         if self.threads == before:
             return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
@@ -164,6 +164,12 @@ class Compiled:
             return
         package.place(table, read, rows)
         self.packages[shape] = package
+
+    def settle(self) -> None:
+        """Stay for good with what is there now, for every shape the same: the wide package, or eager steps."""
+        self.look()
+        self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
+        self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
 
     def wait(self) -> None:
         """Come back when both packages are there, or it is clear that they will not be."""

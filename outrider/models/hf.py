@@ -10,17 +10,19 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.core.types import Best, Draft, ModelSpec, Outcome, Places, Scores, Sequence
+from outrider.core.types import Draft, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.compiled import Compiled
 from outrider.models.kv import Block, Rows
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
 LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on asked places only
+STRICT_WIDTH, STRICT_READ = 8, 512  # columns of every strict step; slots are read by as many as torch's attention blocks
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class HFModel:
         self.numbers = torch.arange(self.store.capacity, device=self.device)
         self.reads: dict[int, Tensor] = {}
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
-        self.forwards, self.computed = 0, 0
+        self.forwards, self.computed, self.pinned = 0, 0, False
         self.store.allocate(self.device, self._probe)
 
     def _probe(self, zero: Tensor) -> None:
@@ -75,7 +77,7 @@ class HFModel:
         self.rows.commit(seqs, draft, outcome)
 
     def prefill(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
+        for seq in (s for s in seqs if self.rows.behind(s) > 1):
             tail = self.rows.tail(seq)[:-1]
             for start in range(0, len(tail), self.chunk):
                 part = tail[start : start + self.chunk]
@@ -83,15 +85,39 @@ class HFModel:
                 self.rows.appended(seq, part)
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
-        fresh = [seqs[~p] for p in places if p < 0]
-        self.prefill([s for s in fresh if len(self.rows.tail(s)) > LONG_TAIL])
+        if long := [seqs[~p] for p in places if p < 0 and self.rows.behind(seqs[~p]) > LONG_TAIL]:
+            self.prefill(long)
         layout = self.rows.layout(seqs, draft, places)
         outs = [self._forward(block) for block in layout.blocks]
-        logits, best, top = outs[0] if len(outs) == 1 else tuple(torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True))
-        at = None if layout.at == list(range(layout.size)) else layout.at
-        return Scores(logits.flatten(0, 1), at=at, best=Best(best.flatten(), top.flatten(0, 1)))
+        logits, found = outs[0] if len(outs) == 1 else [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
+        return Scores(logits, at=layout.at, found=found)
 
-    def _forward(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    def pin(self) -> None:
+        """From now on every step runs at one width, in one tier, over slots that are positions, and no row inherits what
+        another computed: a token's logits are then the same bits whatever was drafted. Source: the house's strict mode.
+
+        Raises OutriderError for a routed model: the sums of its experts depend on which tokens share a step.
+        """
+        if routed(self.module.config):
+            raise OutriderError(f"{self.spec.name} cannot be strict", "its experts' sums depend on the tokens that share a step", "strict=False")
+        self.pinned, self.rows.reuse = True, False
+        if self.compiled is not None:
+            self.compiled.settle()
+
+    def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        if not self.pinned:
+            return self._serve(block)
+        rows, width, kinds = block.table.shape
+        assert rows == 1, "strict rows step alone"
+        table = np.zeros((1, -(-width // STRICT_WIDTH) * STRICT_WIDTH, kinds), np.int64)
+        table[..., 2:4] = self.store.capacity - 1, 1  # padding
+        table[:, :width] = block.table
+        read = min(-(-block.read // STRICT_READ) * STRICT_READ, self.store.capacity)
+        parts = [self._serve(Block(block.first, table[:, i : i + STRICT_WIDTH].copy(), read)) for i in range(0, table.shape[1], STRICT_WIDTH)]
+        logits, found = [torch.cat(list(part), 1)[:, :width] for part in zip(*parts, strict=True)]
+        return logits, found
+
+    def _serve(self, block: Block) -> tuple[Tensor, Tensor]:
         if self.compiled is None:
             return self._eager(block)
         package = self.compiled.get(*block.table.shape[:2])
@@ -104,9 +130,9 @@ class HFModel:
         return out
 
     @torch.inference_mode()
-    def _eager(self, block: Block, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _eager(self, block: Block, **options: Any) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
-        out: tuple[Tensor, Tensor, Tensor] = self.step(*self._inputs(block), **options)
+        out: tuple[Tensor, Tensor] = self.step(*self._inputs(block), **options)
         self.meter.seconds += time.perf_counter() - start
         return out
 
@@ -115,7 +141,9 @@ class HFModel:
         self.computed += block.table.shape[0] * block.table.shape[1]
         if block.read not in self.reads:
             self.reads[block.read] = self.numbers[: block.read]
-        table = torch.from_numpy(block.table).to(self.device)
+        table = torch.from_numpy(block.table)
+        if self.device.type != "cpu":
+            table = table.to(self.device)
         return table, self.reads[block.read], self.store.rows(block.first, len(block.table))
 
     def view(self, layers: tuple[int, ...]) -> "HFView":
@@ -154,6 +182,11 @@ def windows(config: Any) -> dict[str, int | None]:
     if types is None:
         return {"sliding_attention": window} if window else {"full_attention": None}
     return {t: window if t == "sliding_attention" else None for t in dict.fromkeys(types)}
+
+
+def routed(config: Any) -> bool:
+    """Does the model choose experts?"""
+    return any(getattr(config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 def decoder_layers(module: nn.Module) -> tuple[nn.Module, str]:

@@ -56,12 +56,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The forwards of one `score`. Their places one after the other, padding included, are `size`; at[i] is where asked
-    place i is among them."""
+    """The forwards of one `score`, and where each asked place is among their places laid one after the other, padding
+    included; None: these are the asked ones, in order."""
 
     blocks: list[Block]
-    at: list[int]
-    size: int
+    at: list[int] | None
 
 
 class Store(Protocol):
@@ -128,6 +127,10 @@ class Rows:
         """Tokens that are committed but not cached."""
         return seq.tokens[self.of(seq).cached :]
 
+    def behind(self, seq: Sequence) -> int:
+        """How many they are."""
+        return len(seq.tokens) - len(self.of(seq).text)
+
     def append(self, seq: Sequence, tokens: list[int]) -> Block:
         """The forward of a prefill chunk. Its tokens count as cached when `appended` says that they were computed."""
         row = self.of(seq)
@@ -159,7 +162,8 @@ class Rows:
             width = blocks[-1].table.shape[1]
             start.update({r: size + i * width for i, r in enumerate(run)})
             size += len(run) * width
-        return Layout(blocks, [start[r] + c for r, c in asked], size)
+        at = [start[r] + c for r, c in asked]
+        return Layout(blocks, None if at == list(range(size)) else at)
 
     def _tail_columns(self, seq: Sequence) -> list[Column]:
         row, tail = self.of(seq), self.tail(seq)

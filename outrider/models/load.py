@@ -21,7 +21,7 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
-from outrider.models.hf import HFModel, decoder_layers
+from outrider.models.hf import HFModel, decoder_layers, routed
 from outrider.models.kv import slots_for
 from outrider.models.vocab import fingerprint
 
@@ -271,8 +271,7 @@ def self_check(model: HFModel) -> None:
             text = texts[row] + draft.text(tree.ancestors(draft, place))
             want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1, : model.spec.vocab_size].float()
             errors.append(float((got - want).abs().max() / want.std().clamp_min(1e-9)))
-        routed = any(getattr(model.module.config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
-        spared = len(errors) // 4 if routed and model.dtype not in TOLERANCE else 0
+        spared = len(errors) // 4 if routed(model.module.config) and model.dtype not in TOLERANCE else 0
         if not sorted(errors)[len(errors) - 1 - spared] < TOLERANCE.get(model.dtype, 0.25):
             raise OutriderError(
                 f"{model.spec.name} ({type(model.module).__name__}) fails the load-time check",

@@ -49,11 +49,11 @@ class Step(nn.Module):
         if module.config._attn_implementation == "sdpa":
             module.config._attn_implementation = ATTENTION
 
-    def forward(self, table: Tensor, read: Tensor, rows: list[Tensor], nodes: bool = True, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, table: Tensor, read: Tensor, rows: list[Tensor], nodes: bool = True, **options: Any) -> tuple[Tensor, Tensor]:
         """table int64 [b, w, 4 + kinds] and rows as `kv.Block` and `SlotCache.rows` say; read: the slot numbers 0 .. c-1.
 
-        `nodes`: whether any column sees scratch. Returns logits [b, w, V], the best token [b, w] (largest, ties to the
-        lowest id) and [b, w, 2]: its logit (NaN if any is) and the log of the sum of exponentials.
+        `nodes`: whether any column sees scratch. Returns logits [b, w, V] and float64 [b, w, 3]: the best token (largest, ties
+        to the lowest id), its logit (NaN if any is) and the log of the sum of exponentials.
         """
         self.store.use(rows, table[..., 2], read.shape[0])
         out = self.module(
@@ -62,8 +62,7 @@ class Step(nn.Module):
         )  # fmt: skip
         logits = out.logits[..., : self.vocab]  # padding rows of the head are no tokens
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        best = wide.argmax(-1)
-        return logits, best, torch.stack([wide.amax(-1), wide.logsumexp(-1)], -1)
+        return logits, torch.stack([wide.argmax(-1).double(), wide.amax(-1).double(), wide.logsumexp(-1).double()], -1)
 
     def _masks(self, table: Tensor, read: Tensor, nodes: bool) -> Tensor | dict[str, Tensor]:
         """Additive masks [b, 1, w, c]; a dict by layer type where a model mixes them."""

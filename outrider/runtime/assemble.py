@@ -55,8 +55,10 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
             held[part.name] = {"predicted": plan.total, "held": part.model.held_bytes()}  # type: ignore[attr-defined]
     if s.compile == "wait":
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
+    if s.strict:
+        model.pin()
     shape = Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget)
-    return Runtime(Engine(model, parts, fixed(shape), s.rows), tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
+    return Runtime(Engine(model, parts, fixed(shape), s.rows, s.strict), tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
 
 
 def _wait(made: list[Any]) -> None:

@@ -9,8 +9,8 @@ from outrider.core.types import Request, Sequence
 class Batcher:
     """A queue in front of `rows` places. Knows nothing of models."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, alone: bool = False) -> None:
+        self.rows, self.alone = rows, alone
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -26,7 +26,11 @@ class Batcher:
             self.running.append(self.waiting.popleft())
 
     def groups(self) -> Iterator[list[Sequence]]:
-        """Running sequences that may share a step: greedy ones share with anyone, others with their own rule."""
+        """Running sequences that may share a step: greedy ones share with anyone, others with their own rule; `alone`,
+        none with any other."""
+        if self.alone:
+            yield from ([s] for s in list(self.running))
+            return
         rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0)) or ["greedy"]
         first = rules[0]
         for rule in rules:

@@ -133,11 +133,14 @@ class Runtime:
             )  # fmt: skip
         s = replace(s, max_tokens=min(s.max_tokens, room), min_tokens=min(s.min_tokens, room))
         ends = set(s.stop_token_ids) | (set() if s.ignore_eos else self._eos())
+        rule = s.rule or self.rule or ("exact" if s.seed is None and not self.engine.strict else "coupled")
+        if self.engine.strict and s.temperature > 0 and rule == "exact":
+            raise OutriderError("rule='exact' cannot be strict", "its noise is fresh in every step, so its text hangs on the steps", "rule='coupled'")
         self._count += 1
         return Request(
             id=f"request-{self._count}", prompt=tuple(prompt), sampling=s, drafters=drafters, ends=frozenset(ends),
             seed=s.seed if s.seed is not None else int.from_bytes(os.urandom(7), "big"),
-            rule=s.rule or self.rule or ("exact" if s.seed is None else "coupled"),
+            rule=rule,
             cut=self._cutter(s.stop) if s.stop else None,
         )  # fmt: skip
 

@@ -47,10 +47,10 @@ class Clock:
 class Engine:
     """Runs requests to their end, many at a time, every row at its own speed."""
 
-    def __init__(self, target: Model, drafters: Mapping[str, Drafter], choose: Choose, rows: int) -> None:
-        self.target, self.drafters, self.choose = target, drafters, choose
+    def __init__(self, target: Model, drafters: Mapping[str, Drafter], choose: Choose, rows: int, strict: bool = False) -> None:
+        self.target, self.drafters, self.choose, self.strict = target, drafters, choose, strict
         self.bits = {name: 1 << i for i, name in enumerate(drafters)}
-        self.batcher = Batcher(rows)
+        self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
         timed: dict[str, Any] = {TARGET: target, **{name: getattr(part, "model", None) for name, part in drafters.items()}}
         self.meters = {name: model.meter for name, model in timed.items() if hasattr(model, "meter")}
@@ -107,7 +107,7 @@ class Engine:
         self.target.prefill(seqs)
         clock.mark("prefill")
         full = self._propose(seqs, plan, settings, noise)
-        draft, names = _trim(full, plan, settings)
+        draft, names = _trim(full, plan, self.strict)
         clock.mark("draft")
         scores = self.target.score(seqs, full, [*tree.roots(len(seqs)), *names])
         clock.mark("score")
@@ -211,12 +211,15 @@ def _fitting(draft: Draft, frontier: Places, width: int, level: int, room: list[
     return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level and draft.row.count(r) + width * rows.count(r) <= cap]
 
 
-def _trim(draft: Draft, plan: Plan, settings: Settings) -> tuple[Draft, list[int]]:
-    """(the draft within the budget, the old names of its nodes). A sampled node under `exact` is never forgotten."""
+def _trim(draft: Draft, plan: Plan, strict: bool) -> tuple[Draft, list[int]]:
+    """(the draft within the budget, the old names of its nodes). A sampled node under `exact` is never forgotten. A
+    strict step scores one chain a row: siblings would lie in slots that are not their positions."""
     everything = list(range(len(draft)))
-    if not plan.budget or any(kind != POINT for kind in draft.kind):
+    if not (plan.budget or strict) or any(kind != POINT for kind in draft.kind):
         return draft, everything
-    keep = tree.heaviest(draft, plan.budget)
+    keep = tree.chain(draft) if strict else everything
+    if plan.budget:
+        keep = sorted(set(keep) & set(tree.heaviest(draft, plan.budget)))
     return (draft, everything) if len(keep) == len(draft) else (tree.select(draft, keep), keep)
 
 
