@@ -24,7 +24,7 @@ test-gpu: $(VENV)/ready
 
 # Rewrites docs/results/speed.json and speed.md on this machine.
 bench: $(VENV)/ready
-	$(BIN)/outrider bench
+	$(BIN)/outrider bench speed
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests

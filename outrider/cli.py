@@ -17,6 +17,8 @@ app = typer.Typer(
 )
 train = typer.Typer(no_args_is_help=True, help="Train a target and its draft from a recipe (resumes where it stopped).")
 app.add_typer(train, name="train")
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine, baselines beside it, in one run.")
+app.add_typer(bench, name="bench")
 
 
 def _defaults(ctx: typer.Context, file: Path | None) -> Path | None:
@@ -50,6 +52,9 @@ Width = Annotated[int, typer.Option(help="Children of each draft node.")]
 Budget = Annotated[int, typer.Option(help="Most draft nodes a step (0: no limit).")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Compile = Annotated[str, typer.Option("--compile", help="auto: compiled steps are built meanwhile; wait for them; or off.")]
+Strict = Annotated[bool, typer.Option("--strict", help="The same bits with and without drafting; slower.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of torch; default: its own choice.")]
 Context = Annotated[int | None, typer.Option(help="Tokens a text can hold.")]
 Tokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -72,7 +77,8 @@ def _load(target: str | None, draft: str | None, drafters: str | None, **setting
     names = None if drafters is None else [] if drafters == "off" else [d for d in drafters.split(",") if d]
     if draft:
         names = [*(names or []), f"model:{draft}"]
-    with Console(stderr=True).status("loading"):
+    first = " (compiling takes a minute or two, once)" if settings.get("compile") == "wait" else ""
+    with Console(stderr=True).status(f"loading{first}"):
         return outrider.load(target, names, **settings)
 
 
@@ -98,6 +104,7 @@ def _is_file(name: str) -> bool:
 @app.command()
 def demo(
     max_tokens: Tokens = 128, depth: Depth = 4, rounds: Annotated[int, typer.Option(help="Timed repeats.")] = 3, device: Device = "auto",
+    compile: Compile = "wait",
     svg: Annotated[Path | None, typer.Option(help="Also save the output as a picture.")] = None,
 ) -> None:  # fmt: skip
     """A story, a piece of code and a dialogue, plain and speculative, by the reference pair."""
@@ -106,28 +113,50 @@ def demo(
     from outrider.bench import demo as show
 
     console = Console(record=svg is not None, width=118 if svg else None)
-    results = show.run(max_tokens, rounds, console, depth=depth, device=device, dtype="float32")
+    results = show.run(max_tokens, rounds, console, depth=depth, device=device, compile=compile)
     if svg:
         console.save_svg(str(svg), title="outrider demo")
     if not all(r.identical for r in results):
-        raise OutriderError("a speculative text differs from the plain one", "this is a bug", "reporting it with the output above")
+        raise OutriderError("a speculative text differs from the plain one under strict", "this is a bug", "reporting it with the output above")
 
 
-@app.command()
-def bench(
-    count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 128, depth: Depth = 4,
-    device: Device = "auto", dtype: DType = "auto",
-    out: Annotated[Path, typer.Option(help="Folder for speed.json and speed.md.")] = Path("docs/results"),
+Out = Annotated[Path, typer.Option(help="Folder for the results, as JSON and as a table.")]
+
+
+@bench.command()
+def speed(
+    count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
+    target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
+    compile: Compile = "wait", strict: Strict = False, out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
-    """The reference pair over the six categories: plain against each set of drafters, paired, in one run."""
+    """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
     from rich.console import Console
 
-    from outrider.bench import run as speed
+    from outrider.bench import run as peers
 
-    with Console(stderr=True).status("writing") as status:
-        result = speed.speed(count, max_tokens, depth, lambda category: status.update(f"writing {category}"), device=device, dtype=dtype)
-    speed.save(result, out, "speed")
-    print(speed.markdown(result))
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, "strict": strict, **({"threads": threads} if threads else {})}
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
+    peers.save(result, out, "strict" if strict else "speed")
+    print(peers.markdown(result))
+
+
+@bench.command()
+def synthetic(
+    shape: Annotated[str, typer.Option(help="tiny, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
+    contexts: Annotated[str, typer.Option(help="Used context lengths.")] = "128,2048", dtype: DType = "bfloat16", device: Device = "auto",
+    compile: Annotated[bool, typer.Option(help="Compile its steps first.")] = False, out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """SYNTHETIC: step times of a big shape with random weights, and what an assumed acceptance would make of them."""
+    from rich.console import Console
+
+    from outrider.bench import synthetic as made_up
+
+    with Console(stderr=True).status("building") as status:
+        used = tuple(int(c) for c in contexts.split(","))
+        result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
+    made_up.save(result, out)
+    print(made_up.table(result))
 
 
 @app.command()
@@ -137,23 +166,39 @@ def run(
     max_tokens: Tokens = 256, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, min_p: MinP = 0.0,
     seed: Seed = None, rule: RuleName = None, stop: Stop = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of that many tokens beside the chosen one.")] = None,
+    compile: Compile = "auto", strict: Strict = False, threads: Threads = None,
+    explain: Annotated[bool, typer.Option("--explain-divergence", help="Write it without drafting too; say where the two part, and why.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
     as_json: AsJson = False, config: Config = None,
 ) -> None:  # fmt: skip
     """Write a continuation of PROMPT."""
     text = _prompt(prompt)
-    rt = _load(target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, rows=1)
+    rt = _load(
+        target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, rows=1, compile=compile,
+        strict=strict, threads=threads,
+    )  # fmt: skip
     knobs = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule,
         "stop": tuple(stop or ()), "logprobs": logprobs,
     }  # fmt: skip
     asked = [{"role": "user", "content": text}] if chat else text
+    if explain:
+        _explain(rt, asked, knobs)
+        return
     if as_json:
         _print_json(_watched(rt.stream(asked, **knobs), max_tokens))
         return
     for chunk in rt.stream(asked, **knobs):
         print(chunk.text, end="", flush=True)
     print()
+
+
+def _explain(rt: Any, asked: Any, knobs: dict[str, Any]) -> None:
+    from outrider.runtime.explain import compare
+
+    out, found = compare(rt, asked, **knobs)
+    print(out.text)
+    print(f"the same without drafting: {'yes, all ' + str(len(out.tokens)) + ' tokens' if found is None else f'no: {found}'}", file=sys.stderr)
 
 
 def _watched(chunks: Any, total: int) -> Any:
@@ -177,10 +222,11 @@ def _print_json(out: Any) -> None:
 def chat(
     target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Depth = 4, max_tokens: Tokens = 256,
     temperature: Temperature = 0.0, seed: Seed = None, device: Device = "auto", dtype: DType = "auto",
+    compile: Compile = "auto", strict: Strict = False, threads: Threads = None,
     system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
 ) -> None:  # fmt: skip
     """Talk with the target. Earlier turns are not computed again. An empty line or Ctrl-D ends it."""
-    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, rows=1)
+    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, rows=1, compile=compile, strict=strict, threads=threads)
     messages = [{"role": "system", "content": system}] if system else []
     while line := _ask():
         messages.append({"role": "user", "content": line})

@@ -1,28 +1,217 @@
-"""The arithmetic of the benchmark: paired ratios, geometric means, who is compared with whom."""
+"""The benchmark: paired ratios and geometric means, the stock contenders, every contender's rows, synthetic shapes."""
+
+import json
+import math
+from dataclasses import fields
 
 import pytest
+import torch
+from tiny import tiny_folder
+from transformers import AutoModelForCausalLM
 
-from outrider.bench import prompts
-from outrider.bench.run import CONTENDERS, Row, markdown, summary
+from outrider.bench import peers, prompts, run, synthetic
+from outrider.bench.prompts import Prompt
+from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, markdown, summary
+from outrider.core.errors import OutriderError
+from outrider.models.load import wrap
+
+ASKED = "the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    return tiny_folder(root / "target"), tiny_folder(root / "draft", jitter=0.03)
+
+
+@pytest.fixture(scope="module")
+def stock(folders):
+    return peers.Stock(*folders, "float32", device="cpu")
+
+
+def short_prompts(category: str) -> list[Prompt]:
+    chat = ({"role": "user", "content": "which fox"},) if category == "tool_dialogue" else None
+    heat = 1.0 if category == "open_ended" else 0.0
+    return [Prompt(f"{category}-{i}", category, None if chat else f"{ASKED} {i} {ASKED}", chat, heat) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def result(folders):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "load", short_prompts)
+        return run.speed(
+            1, 8, 3, lambda category: None, target=folders[0], draft=folders[1], device="cpu", dtype="float32", compile="off",
+        )  # fmt: skip
 
 
 def rows(category: str, prompt: str, seconds: dict[str, float], other: str | None = None) -> list[Row]:
-    """One prompt written by all; `other` writes another text."""
+    """One prompt written by all, four tokens in that many seconds after the first; `other` writes another text."""
     return [
-        Row(prompt, category, name, [1, 2, 3 if name != other else 4], "length", seconds.get(name, 1.0), 2.0, None if name == "plain" else 0.5)
+        Row(prompt, category, name, [1, 2, 3, 4, 5 if name != other else 6], 1, 1 + seconds.get(name, 1.0), 1.0, 2, 0 if name == OURS else 4, 2)
         for name in CONTENDERS
     ]
 
 
 def test_ratios_are_paired_by_prompt_and_averaged_geometrically():
-    made = [r for c in prompts.CATEGORIES for r in rows(c, f"{c}-a", {"plain": 4.0, "lookup": 1.0})]
-    made += rows("story", "story-b", {"plain": 1.0, "lookup": 1.0}, other="model")
+    made = [r for c in prompts.CATEGORIES for r in rows(c, f"{c}-a", {OURS: 4.0, STOCK: 8.0, "ours lookup": 1.0})]
+    made += rows("story", "story-b", {OURS: 1.0, "ours lookup": 1.0}, other="ours model")
     table = {(r["category"], r["contender"]): r for r in summary(made)}
-    story = table["story", "lookup"]
-    assert story["ratio"] == pytest.approx(2.0) and (story["worst"], story["best"]) == (1.0, 4.0)
-    assert table["code", "lookup"]["ratio"] == pytest.approx(4.0)
-    assert table["all", "plain"]["ratio"] == 1.0 and table["all", "plain"]["acceptance_rate"] is None
-    assert table["story", "model"]["identical"] == 1 and table["all", "model"]["identical"] == 6
-    assert table["story", "lookup"]["tokens_per_second"] == pytest.approx(3.0)
-    text = markdown({"summary": summary(made)})
-    assert text.splitlines()[0].count("|") == text.splitlines()[1].count("|") == text.splitlines()[-1].count("|")
+    story = table["story", "ours lookup"]["against_ours_plain"]
+    assert story["ratio"] == pytest.approx(2.0) and story["pairs"] == 2
+    assert (story["worst"], story["worst_prompt"], story["best"], story["best_prompt"]) == (1.0, "story-b", 4.0, "story-a")
+    assert table["code", "ours lookup"]["against_stock_plain"]["ratio"] == pytest.approx(8.0)
+    assert table["all", OURS]["against_ours_plain"]["ratio"] == 1.0 and table["all", OURS]["acceptance_rate"] is None
+    assert table["story", "ours model"]["identical_to_ours_plain"] == 1 and table["all", "ours model"]["identical_to_ours_plain"] == 6
+    assert table["story", "ours lookup"]["tokens_per_second"] == pytest.approx(4.0)
+    assert table["story", "ours lookup"]["tokens_per_call"] == pytest.approx(2.0) and table["story", "ours model"]["acceptance_rate"] == 0.5
+    tables = markdown({"summary": summary(made)}).split("\n\n")
+    for lines in (part.splitlines() for part in tables if part.startswith("|")):
+        assert len(lines) == len(CONTENDERS) + 2 and len({line.count("|") for line in lines}) == 1
+
+
+def test_texts_of_other_lengths_are_compared_per_token():
+    base = Row("p", "code", OURS, list(range(11)), 1, 6.0, 1.0, 10, 0, 0)
+    shorter = Row("p", "code", "ours lookup", list(range(9)), 4, 3.0, 2.0, 2, 5, 3)
+    told = next(r for r in summary([base, shorter]) if r["contender"] == "ours lookup")
+    assert told["against_ours_plain"]["ratio"] == pytest.approx((5.0 / 10) / (1.0 / 5)) and told["against_stock_plain"] is None
+    assert told["first_token_ms"] == 2000 and told["tokens_per_call"] == 2.5 and told["acceptance_rate"] == 0.6
+
+
+def test_a_text_that_ends_with_its_first_tokens_has_no_ratio():
+    made = [Row("p", "code", OURS, [1, 2, 3], 1, 2.0, 1.0, 2, 0, 0), Row("p", "code", STOCK, [1, 2, 3], 3, 1.0, 1.0, 0, 0, 0)]
+    told = next(r for r in summary(made) if r["contender"] == STOCK)
+    assert told["against_ours_plain"] is None and told["tokens_per_second"] is None and told["tokens_per_call"] is None
+    assert told["identical_to_ours_plain"] == 1 and "| - |" in markdown({"summary": summary(made)})
+
+
+def test_a_step_is_draft_and_score_and_host():
+    row = Row("p", "code", OURS, list(range(11)), 1, 6.0, 1.0, 10, 0, 0, 1.0, 3.0)
+    split = summary([row])[0]["ms_per_step"]
+    assert split == {"step": 500.0, "draft": 100.0, "score": 300.0, "host": pytest.approx(100.0)}
+
+
+@pytest.mark.parametrize("contender", peers.SETTINGS)
+def test_stock_writes_the_greedy_text_of_transformers(contender, folders, stock):
+    prompt = [0, *range(70, 90), *range(70, 84)]
+    module = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    want = module.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    got = stock.write(contender, prompt, 20, 0.0, {1})
+    assert got.tokens == want
+    assert 0 < got.first_token_seconds <= got.seconds
+    assert got.first_tokens + got.target_calls - 1 <= len(want)
+    if contender == peers.PLAIN:
+        assert (got.target_calls, got.first_tokens, got.drafted) == (len(want), 1, 0) and got.first_token_seconds < got.seconds
+    assert got.drafted >= len(want) - got.first_tokens - (got.target_calls - 1), "accepted guesses are guesses"
+
+
+def test_a_stock_assistant_guesses_as_it_is_set(stock):
+    prompt = [0, *range(70, 90)]
+    five, twenty = (stock.write(name, prompt, 24, 0.0, {1}) for name in (peers.CONSTANT, peers.DYNAMIC))
+    assert 0 < five.drafted <= peers.GUESSES * (five.target_calls - 1)
+    assert stock.assistants[peers.CONSTANT].num_assistant_tokens == 5 and stock.assistants[peers.DYNAMIC].num_assistant_tokens is None
+    assert five.tokens == twenty.tokens and (five.target_calls, five.drafted) != (twenty.target_calls, twenty.drafted)
+
+
+def test_stock_samples_the_same_text_again_and_stops_at_an_end(stock):
+    one, two = (stock.write(peers.PLAIN, [0, 70, 71], 12, 1.0, {1}) for _ in range(2))
+    greedy = stock.write(peers.PLAIN, [0, 70, 71], 12, 0.0, {1})
+    assert one.tokens == two.tokens != greedy.tokens
+    end = greedy.tokens[3]
+    assert stock.write(peers.PLAIN, [0, 70, 71], 12, 0.0, {end}).tokens == greedy.tokens[: greedy.tokens.index(end) + 1]
+    assert len(stock.write(peers.PLAIN, [0, 70, 71], 12, 0.0, set()).tokens) == 12
+    assert not stock.target._forward_hooks, "the hooks are gone"
+
+
+def test_every_contender_writes_every_prompt(result):
+    table = {(r["category"], r["contender"]) for r in result["summary"]}
+    assert table == {(c, n) for c in (*prompts.CATEGORIES, "all") for n in CONTENDERS} and AGAIN in CONTENDERS
+    assert len(result["rows"]) == len(CONTENDERS) * len(prompts.CATEGORIES)
+    order = [r["contender"] for r in result["rows"]]
+    assert [order[i * len(CONTENDERS)] for i in range(3)] == list(CONTENDERS[:3]), "they take turns at being first"
+    for row in result["rows"]:
+        assert 1 <= row["tokens"] <= 8 and row["first_token_seconds"] <= row["seconds"] and row["accepted"] <= row["drafted"]
+        assert (row["score_seconds"] is not None) == (row["contender"] in DRAFTED)
+
+
+def test_greedy_texts_are_the_same_for_all_in_float32(result):
+    texts = {}
+    for row in result["rows"]:
+        if row["category"] != "open_ended":
+            texts.setdefault(row["prompt"], set()).add(row["text"])
+    assert {len(found) for found in texts.values()} == {1}
+    again = [r for r in result["summary"] if r["contender"] == AGAIN and r["category"] == "all"]
+    assert again[0]["identical_to_ours_plain"] == len(prompts.CATEGORIES)
+
+
+def test_ratios_can_be_computed_again_from_the_rows(result):
+    own = {(r["contender"], r["prompt"]): r for r in result["rows"]}
+
+    def pace(name: str, prompt: str) -> float:
+        r = own[name, prompt]
+        return (r["tokens"] - r["first_tokens"]) / (r["seconds"] - r["first_token_seconds"])
+
+    for told in (r for r in result["summary"] if r["category"] == "all"):
+        both = [p for n, p in own if n == OURS and all(own[m, p]["tokens"] > own[m, p]["first_tokens"] for m in (OURS, told["contender"]))]
+        logs = [math.log(pace(told["contender"], p) / pace(OURS, p)) for p in both]
+        assert told["against_ours_plain"]["ratio"] == pytest.approx(math.exp(sum(logs) / len(logs)))
+        assert told["against_ours_plain"]["pairs"] == len(both)
+
+
+def test_a_result_is_saved_with_where_it_was_measured(result, tmp_path):
+    run.save(result, tmp_path, "speed")
+    read = json.loads((tmp_path / "speed.json").read_text())
+    assert read == json.loads(json.dumps(result))
+    assert {"commit", "machine", "threads", "torch", "transformers"} <= set(read["where"]) and read["settings"]["max_tokens"] == 8
+    assert read["tiers"][OURS] and set(read["tiers"]) == set(DRAFTED)
+    assert read["roofline"]["weight_bytes"] > 0 and read["roofline"]["memory_gb_s"] > 0
+    text = (tmp_path / "speed.md").read_text()
+    assert "Noise: ours plain against itself" in text and "GB/s" in text and all(f"| {name} |" in text for name in CONTENDERS)
+
+
+def test_some_contenders_can_be_chosen_and_a_wrong_name_is_named(folders, monkeypatch):
+    monkeypatch.setattr(prompts, "load", short_prompts)
+    how = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "compile": "off"}
+    told = run.speed(1, 4, 2, lambda category: None, contenders=("ours lookup", OURS), **how)
+    assert {r["contender"] for r in told["rows"]} == {OURS, "ours lookup"} and told["summary"][0]["against_stock_plain"] is None
+    assert "| - |" in markdown(told)
+    with pytest.raises(OutriderError, match="ours lookup"):
+        run.speed(1, 4, 2, lambda category: None, contenders=("our lookup",), **how)
+
+
+def test_bytes_read_leave_out_an_embedding_that_is_not_the_head(folders):
+    module = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    everything = sum(p.nbytes for p in module.parameters())
+    assert run.read_bytes(module) == everything - 300 * 32 * 4
+    tied = synthetic.build(synthetic.SHAPES["tiny"], 64, "float32", torch.device("cpu")).module
+    assert run.read_bytes(tied) == sum(p.nbytes for p in tied.parameters()) and tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_a_synthetic_block_scores_like_the_model_without_a_cache():
+    model = synthetic.build(synthetic.SHAPES["tiny"], 200, "float32", torch.device("cpu"))
+    with torch.inference_mode():
+        model._forward(synthetic.block(model, 0, 62))
+        got = model._forward(synthetic.block(model, 62, 4))[0]
+        want = wrap(model.module, "again", "").module(input_ids=torch.arange(66)[None], use_cache=False).logits[:, -4:]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_synthetic_figures_say_so_everywhere(compile, tmp_path):
+    said: list[str] = []
+    result = synthetic.steps("tiny", (2, 4), (16, 100), "float32", alpha=0.5, draft_cost=0.1, compile=compile, device="cpu", progress=said.append)
+    assert result["label"] == synthetic.LABEL == "SYNTHETIC: random weights, assumed acceptance"
+    assert all(synthetic.LABEL in text for text in (*said, synthetic.table(result), json.dumps(result)))
+    assert [(r["context"], r["width"]) for r in result["rows"]] == [(c, w) for c in (16, 100) for w in (1, 2, 4)]
+    assert {r["tier"] for r in result["rows"]} == {"eager:builder-died" if compile else "eager:off"}, "nothing is built in tests"
+    one, _, four = result["rows"][:3]
+    assert one["to_width_1"] == 1.0 and one["assumed"]["speedup"] == 1.0
+    assert four["assumed"]["tokens_per_step"] == pytest.approx(1.875)
+    assert four["assumed"]["speedup"] == pytest.approx(1.875 / (four["to_width_1"] + 0.3))
+    synthetic.save(result, tmp_path)
+    assert json.loads((tmp_path / "synthetic-tiny.json").read_text())["label"] in (tmp_path / "synthetic-tiny.md").read_text()
+
+
+def test_known_shapes_have_the_sizes_of_their_names():
+    assert {f.name for f in fields(synthetic.Shape)} == {"hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied"}
+    with pytest.raises(OutriderError, match="8b"):
+        synthetic.steps("8bb")

@@ -122,7 +122,7 @@ def test_demo_shows_origins_and_says_whether_the_texts_are_identical(outrider, f
     monkeypatch.setattr(reference, "draft", lambda: folders["draft"])
     monkeypatch.setattr(demo, "SCENES", (demo.Scene("story", "a story", "the quick fox", ("lookup", "model")),))
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = outrider("demo", "--max-tokens", 16, "--rounds", 1)
+    code, out, _ = outrider("demo", "--max-tokens", 16, "--rounds", 1, "--compile", "off")
     assert code == 0
     assert "tokens by origin" in out and "draft model" in out
     assert next(line for line in out.splitlines() if line.startswith(" story ")).rstrip().endswith("yes")

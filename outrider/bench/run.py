@@ -1,17 +1,25 @@
-"""Paired speed runs over the six categories: plain with no drafter loaded against each set of drafters, in one process.
+"""Paired speed runs over the six categories: stock transformers and ours, plain and speculative, in one process.
 
-Every prompt is written once by every contender before the next prompt, contenders in rotating order; ratios are taken
-per prompt and averaged geometrically. Seconds are those of decoding (the target's prefill left out, the draft's kept).
-Sampled prompts are seeded, so that texts can be compared there too.
+Every prompt is written once by every contender before the next prompt, in rotating order; ratios are taken per prompt
+and averaged geometrically. What is compared is the time of decoding per token emitted: all that came with the first
+token, prefill included, is left out and told as the time to it. Texts may differ: in half precision near-ties flip, and
+stock samples with other noise. Ours plain is written twice: the ratio of the two is the noise of everything else.
 """
 
+import hashlib
 import json
-import math
+import os
 import platform
+import re
 import subprocess
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
@@ -19,105 +27,273 @@ import transformers
 
 import outrider
 from outrider import reference
-from outrider.bench import prompts
-from outrider.core.types import Sequence
+from outrider.bench import peers, prompts
+from outrider.core.config import nearest
+from outrider.measure import machine
 from outrider.measure.trace import repetition, stats
+from outrider.models.load import pick_device
 from outrider.runtime.door import Runtime
 
-CONTENDERS: dict[str, tuple[str, ...]] = {"plain": (), "lookup": ("lookup",), "model": ("model",), "lookup + model": ("lookup", "model")}
+Folder = str | os.PathLike[str] | None
+STOCK, OURS, AGAIN = f"stock {peers.PLAIN}", "ours plain", "ours plain again"
+DRAFTED: dict[str, tuple[str, ...]] = {
+    OURS: (), "ours lookup": ("lookup",), "ours model": ("model",), "ours lookup+model": ("lookup", "model"), AGAIN: (),
+}  # fmt: skip
+CONTENDERS = (*(f"stock {name}" for name in peers.SETTINGS), *DRAFTED)
+WARM = prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt written by one contender."""
+    """One prompt written by one contender. `seconds`: from the request to its end; `first_tokens`: those that came with
+    the first. `calls` of the target, `drafted`, `accepted`, `draft_seconds` and `score_seconds` are of what followed."""
 
     prompt: str
     category: str
     contender: str
     tokens: list[int]
-    finish_reason: str
+    first_tokens: int
     seconds: float
-    tokens_per_call: float
-    acceptance_rate: float | None
+    first_token_seconds: float
+    calls: int
+    drafted: int
+    accepted: int
+    draft_seconds: float | None = None
+    score_seconds: float | None = None
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def later(self) -> int:
+        return len(self.tokens) - self.first_tokens
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.seconds - self.first_token_seconds
 
 
-def speed(count: int, max_tokens: int, depth: int, progress: Callable[[str], None], **settings: Any) -> dict[str, Any]:
-    """Rows, a summary by category and contender, and where it was measured. `count`: prompts of each category."""
-    runtimes = {
-        "plain": outrider.load(reference.target(), drafters=[], rows=1, **settings),
-        "fast": outrider.load(reference.target(), drafters=["lookup", f"model:{reference.draft()}"], rows=1, depth=depth, **settings),
-    }
-    for rt in runtimes.values():
-        rt.generate("Warm up the caches", max_tokens=16)
+def speed(
+    count: int = 5, max_tokens: int = 256, depth: int = 4, progress: Callable[[str], None] = print, *, target: Folder = None, draft: Folder = None,
+    contenders: tuple[str, ...] | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Rows, a summary by category and contender, and where it was measured. `count`: prompts of each category;
+    `settings`: of outrider.load, where the CPU's default is bfloat16 and to wait for compiled steps."""
+    names = _known(contenders)
+    where = pick_device(settings.get("device", "auto"))
+    settings = {"compile": "wait", "dtype": "bfloat16" if where.type == "cpu" else "auto", **settings, "rows": 1, "depth": depth}
+    folders = (target or reference.target(), draft or reference.draft())
+    write = Writers(names, *folders, settings)
+    for name in names:
+        write(name, WARM, 16)
     rows: list[Row] = []
-    names = list(CONTENDERS)
-    for category in prompts.CATEGORIES:
-        progress(category)
-        for i, prompt in enumerate(prompts.load(category)[:count]):
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                rows.append(_write(runtimes["fast" if CONTENDERS[name] else "plain"], prompt, name, max_tokens))
-    return {"where": provenance(), "settings": {"depth": depth, "max_tokens": max_tokens, **settings}, "summary": summary(rows)}
+    asked = [(category, prompt) for category in prompts.CATEGORIES for prompt in prompts.load(category)[:count]]
+    for i, (category, prompt) in enumerate(asked):
+        progress(f"{category}: {i + 1} of {len(asked)} prompts")
+        rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
+    told = {"target": str(folders[0]), "draft": str(folders[1]), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
+    return {
+        "where": provenance(), "settings": told, "tiers": _tiers(rows), "summary": (table := summary(rows)),
+        "roofline": roofline(table, write.weights) if where.type == "cpu" else None,
+        "rows": [{**asdict(row), "tokens": len(row.tokens), "text": _digest(row.tokens)} for row in rows],
+    }  # fmt: skip
 
 
-def _write(rt: Runtime, prompt: prompts.Prompt, contender: str, max_tokens: int) -> Row:
-    allowed = list(CONTENDERS[contender]) or "off"
-    request = rt.request(prompt.encode(rt.tokenizer), max_tokens=max_tokens, temperature=prompt.temperature, seed=1, speculation=allowed)
-    seq: Sequence = rt.engine.submit(request)
+def _known(contenders: tuple[str, ...] | None) -> tuple[str, ...]:
+    for name in contenders or ():
+        if name not in CONTENDERS:
+            raise nearest(name, CONTENDERS, "contender")
+    return tuple(name for name in CONTENDERS if contenders is None or name in contenders)
+
+
+class Writers:
+    """What the contenders need, loaded once. Call it to have one of them write a prompt."""
+
+    def __init__(self, names: tuple[str, ...], target: Folder, draft: Folder, settings: dict[str, Any]) -> None:
+        self.plain = _fresh(outrider.load(target, drafters=[], **settings))
+        model: Any = self.plain.engine.target
+        spec, self.weights, self.fast = model.spec, read_bytes(model.module), self.plain
+        if any(DRAFTED.get(name) for name in names):
+            self.fast = _fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **{**settings, "dtype": spec.dtype}))
+        if any(name not in DRAFTED for name in names):
+            self.stock = peers.Stock(target or "", draft or "", spec.dtype, device=spec.device)
+
+    def __call__(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:
+        tokens = prompt.encode(self.plain.tokenizer)
+        if name in DRAFTED:
+            return _ours(self.fast if DRAFTED[name] else self.plain, name, prompt, tokens, max_tokens)
+        ends = set(self.plain.request(tokens).ends)
+        w = self.stock.write(name.removeprefix("stock "), tokens, max_tokens, prompt.temperature, ends)
+        calls, later = w.target_calls - 1, len(w.tokens) - w.first_tokens
+        return Row(prompt.id, prompt.category, name, w.tokens, w.first_tokens, w.seconds, w.first_token_seconds, calls, w.drafted, later - calls)
+
+
+def _fresh(rt: Runtime) -> Runtime:
+    """No prompt finds its cache filled by the contender before: stock has no such memory."""
+    for model in (rt.engine.target, *(getattr(part, "model", None) for part in rt.engine.drafters.values())):
+        if rows := getattr(model, "rows", None):
+            rows.reuse = False
+    return rt
+
+
+def _ours(rt: Runtime, name: str, prompt: prompts.Prompt, tokens: list[int], max_tokens: int) -> Row:
+    allowed, start = list(DRAFTED[name]) or "off", time.perf_counter()
+    request = rt.request(tokens, max_tokens=max_tokens, temperature=prompt.temperature, seed=1, speculation=allowed)
+    seq = rt.engine.submit(request)
+    while not seq.produced:
+        rt.engine.step()
+    first, first_tokens = time.perf_counter(), seq.produced
     while seq.finish_reason is None:
         rt.engine.step()
-    figures = stats(seq.records, request.id)
-    seconds = figures["seconds"] - figures["seconds_by_stage"]["prefill"]
+    end, told = time.perf_counter(), stats(seq.records[1:], request.id)
+    stages = told["seconds_by_stage"]
     return Row(
-        prompt.id, prompt.category, contender, seq.generated, seq.finish_reason, seconds, figures["mean_acceptance_length"],
-        figures["draft_acceptance_rate"],
+        prompt.id, prompt.category, name, seq.generated, first_tokens, end - start, first - start, told["target_calls"], told["drafted"],
+        told["accepted"], stages.get("draft", 0.0), stages.get("score", 0.0),
+        {f"{model} {tier}": n for model, count in told.get("tiers", {}).items() for tier, n in count.items()},
     )  # fmt: skip
 
 
 def summary(rows: list[Row]) -> list[dict[str, Any]]:
-    """Per category and contender, and over all: geometric mean of paired ratios, the worst prompt, and what explains it."""
-    plain = {r.prompt: r for r in rows if r.contender == "plain"}
+    """Figures per category and contender, and over all."""
+    texts = {base: {r.prompt: r for r in rows if r.contender == base} for base in (STOCK, OURS)}
+    names = [name for name in CONTENDERS if any(r.contender == name for r in rows)]
     out = []
     for category in (*prompts.CATEGORIES, "all"):
-        for contender in CONTENDERS:
-            own = [r for r in rows if r.contender == contender and category in (r.category, "all")]
-            ratios = sorted((plain[r.prompt].seconds / r.seconds, r.prompt) for r in own)
-            rates = [r.acceptance_rate for r in own if r.acceptance_rate is not None]
-            out.append({
-                "category": category, "contender": contender, "prompts": len(own),
-                "tokens_per_second": sum(len(r.tokens) for r in own) / sum(r.seconds for r in own),
-                "ratio": math.exp(sum(math.log(x) for x, _ in ratios) / len(ratios)), "worst": ratios[0][0], "best": ratios[-1][0],
-                "tokens_per_call": sum(r.tokens_per_call for r in own) / len(own),
-                "acceptance_rate": sum(rates) / len(rates) if rates else None,
-                "repetition": repetition([r.tokens for r in own]),
-                "identical": sum((r.tokens, r.finish_reason) == (plain[r.prompt].tokens, plain[r.prompt].finish_reason) for r in own),
-            })  # fmt: skip
+        for name in names:
+            own = [r for r in rows if r.contender == name and category in (r.category, "all")]
+            if own:
+                out.append({"category": category, "contender": name, "prompts": len(own), **_compared(own, texts), **_figures(own)})
     return out
+
+
+def _compared(own: list[Row], texts: dict[str, dict[str, Row]]) -> dict[str, Any]:
+    """Ratios of decode time per token and identical texts, against stock plain and ours plain."""
+    out: dict[str, Any] = {}
+    for base, label in ((STOCK, "stock_plain"), (OURS, "ours_plain")):
+        pairs = [(texts[base][r.prompt], r) for r in own if r.prompt in texts[base]]
+        ratios = sorted((_rate(r) / _rate(b), r.prompt) for b, r in pairs if b.later and r.later)
+        out[f"against_{label}"] = {
+            "ratio": geometric_mean([x for x, _ in ratios]), "worst": ratios[0][0], "worst_prompt": ratios[0][1], "best": ratios[-1][0],
+            "best_prompt": ratios[-1][1], "pairs": len(ratios),
+        } if ratios else None  # fmt: skip
+        out[f"identical_to_{label}"] = sum(b.tokens == r.tokens for b, r in pairs) if pairs else None
+    return out
+
+
+def _rate(row: Row) -> float:
+    """Tokens a second, after the first."""
+    return row.later / row.decode_seconds
+
+
+def _figures(own: list[Row]) -> dict[str, Any]:
+    """What explains the ratios. Shares and milliseconds a step are of the sums over prompts."""
+    calls, drafted, seconds = sum(r.calls for r in own), sum(r.drafted for r in own), sum(r.decode_seconds for r in own)
+    split: dict[str, float] = {}
+    if calls:
+        split = {"step": 1e3 * seconds / calls}
+        parts = {stage: [getattr(r, f"{stage}_seconds") for r in own] for stage in ("draft", "score")}
+        if None not in (*parts["draft"], *parts["score"]):
+            split |= {stage: 1e3 * sum(part) / calls for stage, part in parts.items()}
+            split["host"] = split["step"] - split["draft"] - split["score"]
+    rates = [_rate(r) for r in own if r.later]
+    return {
+        "tokens_per_second": geometric_mean(rates) if rates else None, "first_token_ms": 1e3 * median(r.first_token_seconds for r in own),
+        "ms_per_step": split, "tokens_per_call": sum(r.later for r in own) / calls if calls else None,
+        "acceptance_rate": sum(r.accepted for r in own) / drafted if drafted else None, "repetition": repetition([r.tokens for r in own]),
+    }  # fmt: skip
+
+
+def _digest(tokens: list[int]) -> str:
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
+
+
+def _tiers(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """By contender: what served the models' forwards, and how many steps."""
+    ours = [name for name in DRAFTED if any(r.contender == name for r in rows)]
+    return {name: dict(sum((Counter(r.tiers) for r in rows if r.contender == name), Counter())) for name in ours}
+
+
+def read_bytes(module: Any) -> int:
+    """Bytes of weights that one step of a module reads: all, but of an embedding that is not also the head only a row."""
+    table, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
+    return sum(int(p.nbytes) for p in module.parameters()) - (0 if table is head else int(table.nbytes))
+
+
+def roofline(table: list[dict[str, Any]], weights: int) -> dict[str, float] | None:
+    """The rate at which a plain step of ours reads the weights, beside the memory's own; more than that is the cache's doing."""
+    steps = [r["ms_per_step"].get("step") for r in table if (r["category"], r["contender"]) == ("all", OURS)]
+    if not steps or not steps[0]:
+        return None
+    return {"weight_bytes": weights, "plain_step_ms": steps[0], "weights_gb_s": weights / steps[0] / 1e6, "memory_gb_s": machine.bandwidth() / 1e9}
 
 
 def provenance() -> dict[str, Any]:
     """Where a figure comes from."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
-        "commit": commit.stdout.strip() or None, "machine": platform.processor() or platform.machine(), "system": platform.platform(),
+        "commit": commit.stdout.strip() or None, "command": " ".join(sys.argv), "machine": _processor(), "system": platform.platform(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
+        "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
     }  # fmt: skip
 
 
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    listed = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", listed.read_text("utf-8")) if listed.exists() else None
+    return named[1] if named else platform.machine()
+
+
 def markdown(result: dict[str, Any]) -> str:
-    """The summary as a table."""
-    lines = ["| category | drafted by | tokens/s | ratio | worst..best | tokens per call | accepted | repeated | identical |", "|---" * 9 + "|"]
-    for r in result["summary"]:
-        rate = "-" if r["acceptance_rate"] is None else f"{r['acceptance_rate']:.0%}"
-        lines.append(
-            f"| {r['category']} | {r['contender']} | {r['tokens_per_second']:.0f} | {r['ratio']:.2f}x | {r['worst']:.2f}..{r['best']:.2f} "
-            f"| {r['tokens_per_call']:.2f} | {rate} | {r['repetition']:.0%} | {r['identical']} of {r['prompts']} |"
+    """Two tables of ratios, one of what explains them, and the noise and the memory's speed they are to be read with."""
+    table = {(r["category"], r["contender"]): r for r in result["summary"]}
+    names = list(dict.fromkeys(r["contender"] for r in result["summary"]))
+    parts = [_ratios(table, names, "stock_plain"), _ratios(table, names, "ours_plain"), _explained([table["all", name] for name in names])]
+    if found := table.get(("all", AGAIN), {}).get("against_ours_plain"):
+        parts.append(
+            f"Noise: ours plain against itself {found['ratio']:.3f}x, {found['worst']:.2f}..{found['best']:.2f} over {found['pairs']} prompts."
         )
+    if roof := result.get("roofline"):
+        parts.append(
+            f"A step of ours plain takes {roof['plain_step_ms']:.2f} ms and reads {roof['weight_bytes'] / 1e6:.0f} MB of weights: "
+            f"{roof['weights_gb_s']:.1f} GB/s; a sum over memory reads {roof['memory_gb_s']:.1f} GB/s here."
+        )
+    return "\n\n".join(parts)
+
+
+def _ratios(table: dict[tuple[str, str], dict[str, Any]], names: list[str], label: str) -> str:
+    columns = list(dict.fromkeys(category for category, _ in table))
+    lines = [f"Decoding, times as fast as {label.replace('_', ' ')} (geometric mean over prompts)", ""]
+    lines += [f"| contender | {' | '.join(columns)} | worst..best prompt |", "|---" * (len(columns) + 2) + "|"]
+    for name in names:
+        cells = [table.get((category, name), {}).get(f"against_{label}") for category in columns]
+        spread = f"{cells[-1]['worst']:.2f}..{cells[-1]['best']:.2f}" if cells[-1] else "-"
+        ratios = [f"{cell['ratio']:.2f}x" if cell else "-" for cell in cells]
+        lines.append(f"| {' | '.join([name, *ratios, spread])} |")
+    return "\n".join(lines)
+
+
+def _explained(table: list[dict[str, Any]]) -> str:
+    lines = [
+        "| over all prompts | tokens/s | ms a step | draft | score | host | first token ms | tokens/call | accepted | repeated | = ours plain | = stock plain |"
+    ]
+    lines += ["|---" * 12 + "|"]
+    for r in table:
+        step = [f"{r['ms_per_step'][k]:.2f}" if k in r["ms_per_step"] else "-" for k in ("step", "draft", "score", "host")]
+        speeds = [
+            f"{x:.{n}f}" if x is not None else "-" for x, n in ((r["tokens_per_second"], 0), (r["first_token_ms"], 1), (r["tokens_per_call"], 2))
+        ]
+        shares = [f"{x:.0%}" if x is not None else "-" for x in (r["acceptance_rate"], r["repetition"])]
+        same = [f"{x} of {r['prompts']}" if x is not None else "-" for x in (r["identical_to_ours_plain"], r["identical_to_stock_plain"])]
+        lines.append(f"| {' | '.join([r['contender'], speeds[0], *step, *speeds[1:], *shares, *same])} |")
     return "\n".join(lines)
 
 
 def save(result: dict[str, Any], folder: Path, name: str) -> None:
-    """name.json and name.md below `folder`."""
+    """name.json (a line per row) and name.md below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    where = ", ".join(f"{k} {v}" for k, v in {**result["where"], **result["settings"]}.items())
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    (folder / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
+    where = ", ".join(f"{k} {v}" for k, v in {**result["where"], **result["settings"], "tiers": json.dumps(result["tiers"])}.items())
     (folder / f"{name}.md").write_text(f"{where}\n\n{markdown(result)}\n")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.types import SamplingParams
-from outrider.runtime.door import Generation, Runtime
+from outrider.runtime.door import Generation, Message, Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,14 @@ class Divergence:
         return f"token {self.position} is {self.plain} without drafting and {self.drafted} with it; gap of their logits {gap}"
 
 
-def compare(rt: Runtime, prompt: str, params: SamplingParams | None = None, **knobs: Any) -> tuple[Generation, Divergence | None]:
+def compare(rt: Runtime, prompt: str | list[Message], params: SamplingParams | None = None, **knobs: Any) -> tuple[Generation, Divergence | None]:
     """(the speculative generation, where a plain one of the same prompt leaves it, or None).
 
     A sampled request needs a seed: without one both texts are drawn anew.
     """
-    drafted = rt.generate(prompt, params, **knobs)
-    plain = rt.generate(prompt, params, **{**knobs, "speculation": "off"})
+    write: Any = rt.generate if isinstance(prompt, str) else rt.chat
+    drafted: Generation = write(prompt, params, **knobs)
+    plain: Generation = write(prompt, params, **{**knobs, "speculation": "off"})
     if plain.tokens == drafted.tokens:
         return drafted, None
     both = [*plain.tokens], [*drafted.tokens]
