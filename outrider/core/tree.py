@@ -48,6 +48,8 @@ def grow(
     A point whose twin (same parent, same token, also a point) is there already is not added twice: the twin gains the
     source. `q` [s, V] are new distributions, `q_row` points into them (-1 for points).
     """
+    if len(token) == 1 and q is None and isinstance(token, list):
+        return _one_more(draft, parent[0], token[0], source, kind, score if isinstance(score, float) else score[0])
     parents, tokens = [int(p) for p in parent], [int(t) for t in token]
     scores = [float(score)] * len(tokens) if isinstance(score, (int, float)) else [float(x) for x in score]
     sources, new = draft.source, list(range(len(tokens)))
@@ -71,6 +73,19 @@ def grow(
         draft.score + [scores[i] for i in new],
         q if draft.q is None else draft.q if q is None else cat([draft.q, q]),
     )
+
+
+def _one_more(draft: Draft, parent: int, token: int, source: int, kind: int, score: float) -> Draft:
+    """`grow` by one node: the most frequent case, chains of one row."""
+    if kind == POINT:
+        for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)):
+            if p == parent and t == token and k == POINT:
+                return replace(draft, source=[s | source if j == i else s for j, s in enumerate(draft.source)])
+    row, depth = (~parent, 1) if parent < 0 else (draft.row[parent], draft.depth[parent] + 1)
+    return Draft(
+        draft.rows, [*draft.token, token], [*draft.parent, parent], [*draft.row, row], [*draft.depth, depth], [*draft.source, source],
+        [*draft.kind, kind], [*draft.q_row, -1], [*draft.score, score], draft.q,
+    )  # fmt: skip
 
 
 def ancestors(draft: Draft, place: int) -> list[int]:

@@ -16,7 +16,7 @@ from outrider.drafters.suffix import Cursor, SuffixTree
 @dataclass(slots=True)
 class _State:
     index: SuffixTree
-    cursors: dict[int, Cursor] = field(default_factory=dict)  # draft node -> where its continuation stands
+    cursors: dict[tuple[int, int], Cursor] = field(default_factory=dict)  # (parent, token) of a node -> where its continuation stands
     trust: float = 1.0
 
 
@@ -45,22 +45,16 @@ class Lookup:
         parents: list[int] = []
         tokens: list[int] = []
         scores: list[float] = []
-        onward: list[tuple[_State, int, int, Cursor]] = []
         for place in frontier:
-            state: _State = seqs[~place if place < 0 else draft.row[place]].slots[self.name]
-            cursor = self._start(seqs[~place], state) if place < 0 else state.cursors.get(place)
+            seq = seqs[~place if place < 0 else draft.row[place]]
+            state: _State = seq.slots[self.name]
+            cursor = self._start(seq, state) if place < 0 else state.cursors.get((draft.parent[place], draft.token[place]))
             for token, share, after in state.index.next(cursor, width) if cursor else ():
                 parents.append(place)
                 tokens.append(token)
                 scores.append(share * state.trust)
-                onward.append((state, place, token, after))
-        if not tokens:
-            return draft
-        grown = tree.grow(draft, parents, tokens, source, score=scores)
-        names = {pair: i for i, pair in enumerate(zip(grown.parent, grown.token, strict=True)) if grown.source[i] & source}
-        for state, place, token, after in onward:
-            state.cursors[names[place, token]] = after
-        return grown
+                state.cursors[place, token] = after
+        return tree.grow(draft, parents, tokens, source, score=scores) if tokens else draft
 
     def _start(self, seq: Sequence, state: _State) -> Cursor | None:
         """Index what is new in the text and find the match a draft starts from."""

@@ -81,7 +81,7 @@ class Rows:
 
     def __init__(self, name: str, count: int, context: int, store: Store, windows: tuple[int | None, ...] = (None,)) -> None:
         self.name, self.capacity, self.store, self.windows = name, slots_for(context), store, windows
-        self.reuse = True
+        self.reuse, self.blind = True, (0,) * len(windows)
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
 
@@ -145,15 +145,15 @@ class Rows:
 
     def layout(self, seqs: list[Sequence], draft: Draft, places: Places) -> Layout:
         """Where everything goes in one forward over `places`; marks it as this step's scratch."""
+        if len(places) == 1:  # the most frequent: a plain step, one more token of a chain
+            row, columns = self._columns(seqs, draft, places[0])
+            return Layout([self._block([row], [columns])], None if len(columns) == 1 else [len(columns) - 1])
         lines: dict[int, list[Column]] = {}
         asked: list[tuple[int, int]] = []
         for place in places:
             r = ~place if place < 0 else draft.row[place]
             line = lines.setdefault(r, [])
-            if place < 0:
-                line += self._tail_columns(seqs[r])
-            else:
-                line.append(self._node_column(self.of(seqs[r]), draft, place))
+            line += self._columns(seqs, draft, place)[1]
             asked.append((r, len(line) - 1))
         blocks: list[Block] = []
         start, size = {}, 0
@@ -165,11 +165,15 @@ class Rows:
         at = [start[r] + c for r, c in asked]
         return Layout(blocks, None if at == list(range(size)) else at)
 
-    def _tail_columns(self, seq: Sequence) -> list[Column]:
-        row, tail = self.of(seq), self.tail(seq)
-        row.base, row.scratch = row.cached + len(tail), {}
-        blind = (0,) * len(self.windows)
-        return [(t, p, p, p + 1, *blind) for p, t in enumerate(tail, row.cached)]
+    def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
+        """The row of a place and what scoring it computes: a node itself, or for a root the tokens not cached yet."""
+        if place >= 0:
+            row = self.of(seqs[draft.row[place]])
+            return row, [self._node_column(row, draft, place)]
+        row, tail = self.of(seqs[~place]), self.tail(seqs[~place])
+        start = len(row.text)
+        row.base, row.scratch = start + len(tail), {}
+        return row, [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
     def _node_column(self, row: Row, draft: Draft, node: int) -> Column:
         assert row.base >= 0, "a node is scored before its root"
@@ -189,9 +193,11 @@ class Rows:
 
     def _block(self, held: list[Row], lines: list[list[Column]]) -> Block:
         width = max(map(len, lines))
-        padding: Column = (0, 0, self.capacity - 1, 1, *[0] * len(self.windows))
         top = max(row.base + len(row.scratch) for row in held)
-        return Block(held[0].index, np.array([line + [padding] * (width - len(line)) for line in lines]), _bucket(top, self.capacity))
+        if len(lines) > 1:
+            padding: Column = (0, 0, self.capacity - 1, 1, *self.blind)
+            lines = [line + [padding] * (width - len(line)) for line in lines]
+        return Block(held[0].index, np.array(lines), _bucket(top, self.capacity))
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.

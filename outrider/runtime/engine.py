@@ -131,15 +131,15 @@ class Engine:
         draft = Draft(rows=len(seqs))
         room = [s.request.sampling.max_tokens - s.produced - 1 for s in seqs]
         cap = _cap(plan, settings)
-        for name, depth, width in plan.drafters:
+        for name, most, width in plan.drafters:
             bit, across = self.bits[name], min(width, cap)
             frontier = [~r for r, s in enumerate(seqs) if _allowed(s, name)]
-            for level in range(depth):
+            for level in range(most):
                 frontier = _fitting(draft, frontier, across, level, room, cap)
                 if not frontier:
                     break
                 draft = self.drafters[name].extend(seqs, draft, frontier, across, bit, settings, noise)
-                frontier = [n for n, source in enumerate(draft.source) if source & bit and draft.depth[n] == level + 1]
+                frontier = [n for n, depth in enumerate(draft.depth) if depth == level + 1 and draft.source[n] & bit]
         return draft
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
@@ -208,6 +208,8 @@ def _cap(plan: Plan, settings: Settings) -> int:
 def _fitting(draft: Draft, frontier: Places, width: int, level: int, room: list[int], cap: int) -> Places:
     """The places that may grow: their row needs more tokens than that, and its next level fits under the cap."""
     rows = [~p if p < 0 else draft.row[p] for p in frontier]
+    if cap == MAX_NODES and len(draft) + width * len(rows) <= cap:  # far from any cap
+        return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level]
     return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level and draft.row.count(r) + width * rows.count(r) <= cap]
 
 
