@@ -102,7 +102,8 @@ class LoadSettings:
     depth, width: of every drafter; budget: most nodes a step (0: no limit). rows: requests that run together. context:
     tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
-    of torch, for the whole process.
+    of torch, for the whole process. quantise: "int8" keeps the target's linear weights in 8-bit integers: another
+    target, not a faster way to the same text.
     """
 
     device: str = "auto"
@@ -117,6 +118,7 @@ class LoadSettings:
     compile: str = "auto"
     strict: bool = False
     threads: int | None = None
+    quantise: str | None = None
 
 
 def load_settings(**given: Any) -> LoadSettings:
@@ -131,6 +133,7 @@ def load_settings(**given: Any) -> LoadSettings:
         value = getattr(s, name)
         _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
+    _must(s.quantise in (None, "int8"), f"quantise={s.quantise!r} is not known", "int8, or leaving it out")
     _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")
     _must(s.threads is None or (isinstance(s.threads, int) and s.threads >= 1), f"threads={s.threads!r} is not a whole number from 1 on", "threads=1")
     _must(s.context is None or (isinstance(s.context, int) and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,20 +86,26 @@ class Package:
         finally:
             torch.set_num_threads(before)
 
-    def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
-        """Choose how many threads run it: the fewer where that is no slower, measured here (a small step waits more for
-        its threads than they bring)."""
+    def place(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
+        """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
+        than they bring). Measured here; returns its seconds."""
         most = torch.get_num_threads()
         cost: dict[int, float] = {}
         for self.threads in {1, most}:
-            times: list[float] = []
-            end = time.perf_counter() + patience
-            while len(times) < 5 or (len(times) < 50 and time.perf_counter() < end):
-                start = time.perf_counter()
-                self(table, read, rows)
-                times.append(time.perf_counter() - start)
-            cost[self.threads] = sorted(times)[len(times) // 4]
+            cost[self.threads] = seconds_of(lambda: self(table, read, rows))
         self.threads = 1 if cost[1] <= cost[most] else most
+        return cost[self.threads]
+
+
+def seconds_of(call: Callable[[], object], patience: float = 0.06) -> float:
+    """The lower quartile of 3 to 50 calls, as many as fit into `patience` seconds."""
+    times: list[float] = []
+    end = time.perf_counter() + patience
+    while len(times) < 3 or (len(times) < 50 and time.perf_counter() < end):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 4]
 
 
 class Compiled:
@@ -151,7 +158,7 @@ class Compiled:
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
-        """Take up a package after it has agreed with the eager step; its threads are chosen on the way."""
+        """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
         package = Package(self._file(shape), self.step, shape in self.recipe.frozen)
         store = self.step.store
         width = 1 if shape == "one" else 4
@@ -162,7 +169,9 @@ class Compiled:
             self.reason = "eager:package-differs"
             log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
             return
-        package.place(table, read, rows)
+        if package.place(table, read, rows) > seconds_of(lambda: self.step(table, read, rows)):
+            self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
+            return
         self.packages[shape] = package
 
     def settle(self) -> None:

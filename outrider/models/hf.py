@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.compiled import Compiled
+from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Rows
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
@@ -48,7 +49,7 @@ class HFModel:
         self.rows = Rows(spec.name, rows, spec.context, self.store, tuple(kinds.values()))
         self.device, self.dtype = module.device, module.dtype
         self.step = Step(module, self.store, kinds, spec.vocab_size)
-        self.compiled: Compiled | None = None
+        self.compiled: Compiled | Graphs | None = None
         self.meter = Meter()
         self.numbers = torch.arange(self.store.capacity, device=self.device)
         self.reads: dict[int, Tensor] = {}
@@ -63,7 +64,7 @@ class HFModel:
 
     def held_bytes(self) -> int:
         """Bytes of the storages that weights, buffers, cache and compiled steps hold now."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        tensors = [part for t in (*self.module.parameters(), *self.module.buffers()) for part in _parts(t)]
         storages: dict[int, int] = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values()) + self.store.bytes + (self.compiled.bytes if self.compiled else 0)
 
@@ -143,7 +144,7 @@ class HFModel:
             self.reads[block.read] = self.numbers[: block.read]
         table = torch.from_numpy(block.table)
         if self.device.type != "cpu":
-            table = table.to(self.device)
+            table = table.pin_memory().to(self.device, non_blocking=True)
         return table, self.reads[block.read], self.store.rows(block.first, len(block.table))
 
     def view(self, layers: tuple[int, ...]) -> "HFView":
@@ -182,6 +183,13 @@ def windows(config: Any) -> dict[str, int | None]:
     if types is None:
         return {"sliding_attention": window} if window else {"full_attention": None}
     return {t: window if t == "sliding_attention" else None for t in dict.fromkeys(types)}
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors a tensor is made of: itself, or what a quantised one keeps."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
 
 
 def routed(config: Any) -> bool:

@@ -21,6 +21,7 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
+from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel, decoder_layers, routed
 from outrider.models.kv import slots_for
 from outrider.models.vocab import fingerprint
@@ -142,16 +143,17 @@ def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
     return min(asked or 4096, limit)
 
 
-def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off") -> MemoryPlan:
+def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off", quantise: str | None = None) -> MemoryPlan:
     """What loading the model of `folder` will hold, from its headers and config alone. Compiled steps carry copies of
-    the weights as far as they leave three quarters of the memory free."""
+    the weights as far as they leave three quarters of the memory free. Quantised weights are counted as they are read,
+    whole: they pass through memory."""
     config = load_config(folder).get_text_config()
     weights = sum(int(np.prod(shape)) for _, shape in tensors(folder).values()) * BYTES[dtype]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
     free = psutil.virtual_memory().available - weights - cache
-    return MemoryPlan(weights, cache, () if compile == "off" else worth_freezing(weights, max(free, 0)))
+    return MemoryPlan(weights, cache, () if compile == "off" or quantise else worth_freezing(weights, max(free, 0)))
 
 
 def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
@@ -174,6 +176,7 @@ def load_tokenizer(folder: Path) -> Any:
 def load_model(
     path: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", rows: int = 4, context: int | None = None, chunk: int = 512,
     name: str | None = None, check: bool = True, clip: bool = False, compile: str = "off",
+    quantise: str | None = None,
 ) -> tuple[HFModel, Any, MemoryPlan]:  # fmt: skip
     """(model, tokenizer, memory plan) from a folder or hub id.
 
@@ -186,26 +189,39 @@ def load_model(
     refuse_unfit(config, name)
     dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context, clip)
-    plan = memory_plan(folder, dtype, rows, room, compile if where.type == "cpu" else "off")
+    plan = memory_plan(folder, dtype, rows, room, compile if where.type == "cpu" else "off", quantise)
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
-    module = load_module(folder, dtype)
+    module = load_module(folder, dtype, quantise)
     tokens = max(tokenizer.get_vocab().values()) + 1
     model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
     if check:
         self_check(model)
-    if compile != "off" and where.type == "cpu":
-        model.compiled = Compiled(Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen), model.step)
+    if quantise:
+        model.meter.tier = "eager:quantised"  # compiled products of 8-bit weights were slower than eager ones: LOG.md
+    elif compile != "off":
+        recipe = Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen)
+        model.compiled = Graphs(model.step) if where.type == "cuda" else Compiled(recipe, model.step)
     return model, tokenizer, plan
 
 
-def load_module(folder: Path, dtype: str) -> Any:
-    """The transformers module of a folder, on the CPU; weights that are missing are an error."""
-    with _quiet():
+def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
+    """The transformers module of a folder, on the CPU, its weights quantised if asked; missing ones are an error."""
+    with quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
         module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
+    return quantised(module, quantise) if quantise else module
+
+
+def quantised(module: Any, how: str) -> Any:
+    """The module with the weights of its linear layers in 8-bit integers, one scale a row (torchao, weight-only)."""
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as missing:
+        raise OutriderError(f"quantise='{how}' needs torchao", str(missing), "pip install 'outrider[quantise]'") from missing
+    quantize_(module, Int8WeightOnlyConfig())
     return module
 
 
@@ -235,7 +251,7 @@ def _has_layers(module: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
     """Progress bars and advice of transformers stay off while it loads."""
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()

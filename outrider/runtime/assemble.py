@@ -20,7 +20,11 @@ from outrider.models.vocab import check_pair
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine, fixed
 
-DRAFTERS = {"lookup": "outrider.drafters.lookup:Lookup", "model": "outrider.drafters.model:ModelDrafter"}
+DRAFTERS = {
+    "lookup": "outrider.drafters.lookup:Lookup",
+    "model": "outrider.drafters.model:ModelDrafter",
+    "quantised": "outrider.drafters.model:ModelDrafter",  # the target itself with cheaper weights
+}
 
 
 def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Drafter] | None = None, **settings: Any) -> Runtime:
@@ -43,7 +47,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     s = replace(s, dtype=_dtype(target, s))
     how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk, "compile": s.compile}
     _refuse_too_large(target, specs, s)
-    model, tokenizer, memory = models.load_model(target, context=s.context, name="target", **how)
+    model, tokenizer, memory = models.load_model(target, context=s.context, name="target", quantise=s.quantise, **how)
     parts: dict[str, Drafter] = {}
     held = {"target": {"predicted": memory.total, "held": model.held_bytes()}}
     for spec in specs:
@@ -85,12 +89,14 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
                 raise nearest(kind, DRAFTERS, "drafter")
             if kind == "model" and not path:
                 raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
+            if kind == "quantised" and path != "int8":
+                raise OutriderError(f"the drafter '{spec}' is not known", "", "quantised:int8")
 
 
 def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: LoadSettings) -> None:
     """Target and drafts must fit together, before the first is read."""
     device, total, room = models.pick_device(s.device), [], 0
-    for path in [target, *(spec.partition(":")[2] for spec in specs if isinstance(spec, str) and ":" in spec)]:
+    for path in [target, *(_folder(spec, target) for spec in specs if isinstance(spec, str) and ":" in spec)]:
         folder = models.locate(path)
         config = models.load_config(folder)
         models.refuse_unfit(config, folder.name)
@@ -98,6 +104,12 @@ def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter]
         room = models.context_of(config, s.context if path == target else room, clip=path != target)
         total.append(models.memory_plan(folder, dtype, s.rows, room))
     models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
+
+
+def _folder(spec: str, target: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Where a drafter's weights are."""
+    kind, _, path = spec.partition(":")
+    return target if kind == "quantised" else path
 
 
 def _drafter(
@@ -110,7 +122,8 @@ def _drafter(
     make = getattr(importlib.import_module(module), name)
     if kind == "lookup":
         return make(), None
-    label = "model" if "model" not in taken else f"model-{len(taken) + 1}"
-    model, own, plan = models.load_model(path, name=label, context=target.spec.context, clip=True, **how)
+    label = kind if kind not in taken else f"{kind}-{len(taken) + 1}"
+    source, quantise = (target_name, path) if kind == "quantised" else (path, None)
+    model, own, plan = models.load_model(source, name=label, context=target.spec.context, clip=True, quantise=quantise, **how)
     check_pair(tokenizer, own, target_name, path)
     return make(model, label, target.spec.vocab_size), plan

@@ -1,0 +1,108 @@
+"""CUDA graphs of a step: one launch in place of hundreds, at fixed addresses.
+
+Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use and the
+least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing
+else waits for the host. Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
+the eager step; a capture that fails leaves the model eager, with its reason.
+"""
+
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.core.types import MAX_NODES
+from outrider.models.step import Step
+
+WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
+READ = 256  # slots read are rounded up to this
+MOST = 64  # graphs kept
+log = logging.getLogger("outrider")
+
+
+@dataclass(slots=True)
+class Graph:
+    """A captured step: write `table`, replay, read `out`."""
+
+    graph: "torch.cuda.CUDAGraph"
+    table: Tensor
+    out: tuple[Tensor, Tensor]
+
+
+class Graphs:
+    """The graphs of one model's steps."""
+
+    bytes = 0
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.reason = step, "eager:first-use"
+        self.graphs: OrderedDict[tuple[int, ...], Graph] = OrderedDict()
+        self.seen: Counter[tuple[int, ...]] = Counter()
+        self.numbers: Tensor | None = None
+
+    def get(self, rows: int, width: int) -> "Graphs | None":
+        """Itself, for widths that have a bucket, unless a capture failed."""
+        return self if width <= MAX_NODES and self.reason == "eager:first-use" else None
+
+    def settle(self) -> None:
+        """Every shape is its own bucket already."""
+
+    def wait(self) -> None:
+        """Nothing is built elsewhere."""
+
+    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """table on the host or the device; outputs live until the next step of the same shape."""
+        width = table.shape[1]
+        full, slots = next(w for w in WIDTHS if w >= width), min(-(-len(read) // READ) * READ, rows[0].shape[2])
+        key = (rows[0].data_ptr(), len(table), full, slots)
+        padded = self._padded(table, full, rows[0].shape[2] - 1)
+        held = self.graphs.get(key) or self._capture(key, padded, self._read(read, slots), rows)
+        if held is None:
+            with torch.inference_mode():
+                logits, found = self.step(padded.to(rows[0].device), self._read(read, slots), rows)
+        else:
+            self.graphs.move_to_end(key)
+            held.table.copy_(padded, non_blocking=True)
+            held.graph.replay()
+            logits, found = held.out
+        return logits[:, :width], found[:, :width]
+
+    def _padded(self, table: Tensor, width: int, nowhere: int) -> Tensor:
+        """The table with columns that write to the slot which nothing reads."""
+        if table.shape[1] == width:
+            return table
+        out = torch.zeros(len(table), width, table.shape[2], dtype=torch.int64, device=table.device)
+        out[..., 2], out[..., 3] = nowhere, 1
+        out[:, : table.shape[1]] = table
+        return out
+
+    def _read(self, read: Tensor, slots: int) -> Tensor:
+        if self.numbers is None or len(self.numbers) < slots:
+            self.numbers = torch.arange(max(slots, 4096), device=read.device)
+        return self.numbers[:slots]
+
+    @torch.inference_mode()
+    def _capture(self, key: tuple[int, ...], table: Tensor, read: Tensor, rows: list[Tensor]) -> Graph | None:
+        """A graph of this shape, from its second use on; None leaves the step at hand to the eager tier."""
+        self.seen[key] += 1
+        if self.seen[key] < 2:
+            return None
+        try:
+            static = table.to(rows[0].device, copy=True)
+            want = self.step(static, read, rows)[0].clone()  # also warms up what allocates at first use
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = self.step(static, read, rows)
+            graph.replay()
+            if not torch.allclose(out[0].float(), want.float(), atol=0.25 * float(want.float().std()), rtol=0.0):
+                raise RuntimeError("the graph's logits differ from the eager step's")
+        except RuntimeError as failed:
+            self.reason = "eager:capture-failed"
+            log.warning("no CUDA graph could be made of a step, which stays eager: %s", str(failed).split("\n")[0])
+            return None
+        self.graphs[key] = Graph(graph, static, out)
+        if len(self.graphs) > MOST:
+            self.graphs.popitem(last=False)
+        return self.graphs[key]
