@@ -22,9 +22,10 @@ test-slow: $(VENV)/ready
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
 
-# Rewrites docs/results/speed.json and speed.md on this machine.
+# Rewrites docs/results/speed.* and strict.* on this machine (about ten minutes; tables of docs/performance.md).
 bench: $(VENV)/ready
 	$(BIN)/outrider bench speed
+	$(BIN)/outrider bench strict
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests

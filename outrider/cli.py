@@ -127,18 +127,34 @@ Out = Annotated[Path, typer.Option(help="Folder for the results, as JSON and as 
 def speed(
     count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
     target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
-    compile: Compile = "wait", strict: Strict = False, out: Out = Path("docs/results"),
+    compile: Compile = "wait", out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
     from rich.console import Console
 
     from outrider.bench import run as peers
 
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, "strict": strict, **({"threads": threads} if threads else {})}
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
-    peers.save(result, out, "strict" if strict else "speed")
+    peers.save(result, out, "speed")
     print(peers.markdown(result))
+
+
+@bench.command("strict")
+def strict_(
+    count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
+    dtype: DType = "bfloat16", compile: Compile = "wait", out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """Tokens that differ between plain and speculative texts, with strict and without, and what strict costs."""
+    from rich.console import Console
+
+    from outrider.bench import strict
+
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = strict.strict(count, max_tokens, depth, status.update, dtype=dtype, compile=compile)
+    strict.save(result, out)
+    print(strict.markdown(result))
 
 
 @bench.command()
