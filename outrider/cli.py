@@ -159,7 +159,7 @@ def strict_(
 
 @bench.command()
 def synthetic(
-    shape: Annotated[str, typer.Option(help="tiny, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
+    shape: Annotated[str, typer.Option(help="tiny, 100m, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
     contexts: Annotated[str, typer.Option(help="Used context lengths.")] = "128,2048", dtype: DType = "bfloat16", device: Device = "auto",
     compile: Annotated[bool, typer.Option(help="Compile its steps first.")] = False, out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip

@@ -55,6 +55,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 128, 300, True),
+    "100m": Shape(768, 12, 12, 4, 2048, 32_000, True),
     "1b": Shape(2048, 16, 32, 8, 8192, 128_256, True),
     "8b": Shape(4096, 32, 32, 8, 14_336, 128_256, False),
 }
@@ -134,6 +135,7 @@ def _compiled(module: Any, plan: models.MemoryPlan, context: int, folder: Path) 
     dtype = str(module.dtype).removeprefix("torch.")
     model.compiled = Compiled(Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, frozen), model.step)
     model.compiled.wait()
+    shutil.rmtree(model.compiled.folder)  # loaded by now, and of no use to anyone else
     return model
 
 

@@ -70,7 +70,7 @@ class Package:
 
     def __init__(self, file: Path, step: Step, frozen: bool) -> None:
         self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
-        self.threads = torch.get_num_threads()
+        self.threads, self.bytes = torch.get_num_threads(), file.stat().st_size
         if not frozen:  # it borrows the model's own weights
             names = self.loader.get_constant_fqns()
             own = {**dict(step.named_parameters(remove_duplicate=False)), **dict(step.named_buffers(remove_duplicate=False))}
@@ -121,7 +121,7 @@ class Compiled:
     @property
     def bytes(self) -> int:
         """Held by packages that carry the weights."""
-        return sum(self._file(shape).stat().st_size for shape in self.packages if shape in self.recipe.frozen)
+        return sum(package.bytes for shape, package in self.packages.items() if shape in self.recipe.frozen)
 
     def _file(self, shape: str) -> Path:
         return self.folder / f"{shape}.pt2"
