@@ -87,7 +87,7 @@ def test_a_text_that_ends_with_its_first_tokens_has_no_ratio():
 def test_a_step_is_draft_and_score_and_host():
     row = Row("p", "code", OURS, list(range(11)), 1, 6.0, 1.0, 10, 0, 0, 1.0, 3.0)
     split = summary([row])[0]["ms_per_step"]
-    assert split == {"step": 500.0, "draft": 100.0, "score": 300.0, "host": pytest.approx(100.0)}
+    assert split == {"step": 500.0, "draft": 100.0, "verify": 300.0, "host": pytest.approx(100.0)}
 
 
 @pytest.mark.parametrize("contender", peers.SETTINGS)
@@ -130,7 +130,7 @@ def test_every_contender_writes_every_prompt(result):
     assert [order[i * len(CONTENDERS)] for i in range(3)] == list(CONTENDERS[:3]), "they take turns at being first"
     for row in result["rows"]:
         assert 1 <= row["tokens"] <= 8 and row["first_token_seconds"] <= row["seconds"] and row["accepted"] <= row["drafted"]
-        assert (row["score_seconds"] is not None) == (row["contender"] in DRAFTED)
+        assert (row["verify_seconds"] is not None) == (row["contender"] in DRAFTED)
 
 
 def test_greedy_texts_are_the_same_for_all_in_float32(result):

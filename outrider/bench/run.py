@@ -29,6 +29,7 @@ import outrider
 from outrider import reference
 from outrider.bench import peers, prompts
 from outrider.core.config import nearest
+from outrider.core.types import TARGET
 from outrider.measure import machine
 from outrider.measure.trace import repetition, stats
 from outrider.models.load import pick_device
@@ -46,7 +47,8 @@ WARM = prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0)
 @dataclass(frozen=True, slots=True)
 class Row:
     """One prompt written by one contender. `seconds`: from the request to its end; `first_tokens`: those that came with
-    the first. `calls` of the target, `drafted`, `accepted`, `draft_seconds` and `score_seconds` are of what followed."""
+    the first. `calls` of the target, `drafted`, `accepted`, `draft_seconds` and `verify_seconds`, those of the models'
+    forwards alone, are of what followed."""
 
     prompt: str
     category: str
@@ -59,7 +61,7 @@ class Row:
     drafted: int
     accepted: int
     draft_seconds: float | None = None
-    score_seconds: float | None = None
+    verify_seconds: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -144,10 +146,10 @@ def _ours(rt: Runtime, name: str, prompt: prompts.Prompt, tokens: list[int], max
     while seq.finish_reason is None:
         rt.engine.step()
     end, told = time.perf_counter(), stats(seq.records[1:], request.id)
-    stages = told["seconds_by_stage"]
+    forward = told["forward_seconds"]
     return Row(
         prompt.id, prompt.category, name, seq.generated, first_tokens, end - start, first - start, told["target_calls"], told["drafted"],
-        told["accepted"], stages.get("draft", 0.0), stages.get("score", 0.0),
+        told["accepted"], sum(forward.values()) - forward[TARGET], forward[TARGET],
         {f"{model} {tier}": n for model, count in told.get("tiers", {}).items() for tier, n in count.items()},
     )  # fmt: skip
 
@@ -190,10 +192,10 @@ def _figures(own: list[Row]) -> dict[str, Any]:
     split: dict[str, float] = {}
     if calls:
         split = {"step": 1e3 * seconds / calls}
-        parts = {stage: [getattr(r, f"{stage}_seconds") for r in own] for stage in ("draft", "score")}
-        if None not in (*parts["draft"], *parts["score"]):
+        parts = {stage: [getattr(r, f"{stage}_seconds") for r in own] for stage in ("draft", "verify")}
+        if None not in (*parts["draft"], *parts["verify"]):
             split |= {stage: 1e3 * sum(part) / calls for stage, part in parts.items()}
-            split["host"] = split["step"] - split["draft"] - split["score"]
+            split["host"] = split["step"] - split["draft"] - split["verify"]
     rates = [_rate(r) for r in own if r.later]
     return {
         "tokens_per_second": geometric_mean(rates) if rates else None, "first_token_ms": 1e3 * median(r.first_token_seconds for r in own),
@@ -275,11 +277,11 @@ def _ratios(table: dict[tuple[str, str], dict[str, Any]], names: list[str], labe
 
 def _explained(table: list[dict[str, Any]]) -> str:
     lines = [
-        "| over all prompts | tokens/s | ms a step | draft | score | host | first token ms | tokens/call | accepted | repeated | = ours plain | = stock plain |"
+        "| over all prompts | tokens/s | ms a step | draft forwards | verify forward | host | first token ms | tokens/call | accepted | repeated | = ours plain | = stock plain |"
     ]
     lines += ["|---" * 12 + "|"]
     for r in table:
-        step = [f"{r['ms_per_step'][k]:.2f}" if k in r["ms_per_step"] else "-" for k in ("step", "draft", "score", "host")]
+        step = [f"{r['ms_per_step'][k]:.2f}" if k in r["ms_per_step"] else "-" for k in ("step", "draft", "verify", "host")]
         speeds = [
             f"{x:.{n}f}" if x is not None else "-" for x, n in ((r["tokens_per_second"], 0), (r["first_token_ms"], 1), (r["tokens_per_call"], 2))
         ]
