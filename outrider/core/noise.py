@@ -51,11 +51,20 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 def gumbel(key: NDArray[np.uint64], vocab: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise [n, vocab]: entry v is a function of (key, v) alone, on every device."""
+    if device.type == "cpu":  # the same numbers, twice as fast
+        with np.errstate(over="ignore"):
+            bits = _mix(key[:, None] + np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) >> np.uint64(12)
+        return _gumbel(torch.from_numpy(bits.view(np.int64)), dtype)
     ids = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
     x = torch.from_numpy(key.view(np.int64)).to(device)[:, None] + ids * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
-    u = (_shift(x ^ _shift(x, 31), 12).to(torch.float64) + 0.5) * 2.0**-52  # never 0 or 1
+    return _gumbel(_shift(x ^ _shift(x, 31), 12), dtype)
+
+
+def _gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """From 52 random bits each."""
+    u = (bits.to(torch.float64) + 0.5) * 2.0**-52  # never 0 or 1
     return -torch.log(-torch.log(u)).to(dtype)
 
 
