@@ -91,12 +91,17 @@ def speed(
     for i, (category, prompt) in enumerate(asked):
         progress(f"{category}: {i + 1} of {len(asked)} prompts")
         rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
-    told = {"target": str(folders[0]), "draft": str(folders[1]), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
+    told = {"target": _called(target), "draft": _called(draft), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
     return {
         "where": provenance(), "settings": told, "tiers": _tiers(rows), "summary": (table := summary(rows)),
         "roofline": roofline(table, write.weights) if where.type == "cpu" else None,
         "rows": [{**asdict(row), "tokens": len(row.tokens), "text": _digest(row.tokens)} for row in rows],
     }  # fmt: skip
+
+
+def _called(folder: Folder) -> str:
+    """The name of a model in a report: the reference pair, or the last part of its path."""
+    return "reference" if folder is None else Path(folder).name
 
 
 def _known(contenders: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -232,7 +237,7 @@ def provenance() -> dict[str, Any]:
     """Where a figure comes from."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
-        "commit": commit.stdout.strip() or None, "command": " ".join(sys.argv), "machine": _processor(), "system": platform.platform(),
+        "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": _processor(), "system": platform.platform(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
         "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
     }  # fmt: skip

@@ -5,7 +5,7 @@ is the row's step counter, so that every step is fresh; under `coupled`, a token
 text alone, and drafter and target share it. Any object with the two verbs will do: tests pass an enumerator.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -70,11 +70,15 @@ def _gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowNoise:
-    """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows]."""
+    """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows].
+
+    `known`: what races of this step have looked up, for drafter and target look up the same.
+    """
 
     seed: Ints
     step: Ints
     length: Ints
+    known: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
 
     def flip(self, p: Tensor, row: Ints, index: Ints) -> Tensor:
         """True with probability p. p [n], row [n], index [n] (a node's number within its row) -> bool [n]."""
@@ -93,5 +97,10 @@ class RowNoise:
     def race(self, logp: Tensor, row: Ints, depth: Ints) -> Tensor:
         """logp [n, V] plus the Gumbel noise of the position `depth` tokens after the committed text: its argmax is a
         sample, and the same noise serves drafter and target (2408.07978)."""
-        key = address(self.seed[row], self.length[row] + depth, np.full_like(row, POSITION))
-        return logp + gumbel(key, logp.shape[-1], logp.device, logp.dtype)
+        vocab, like = logp.shape[-1], (logp.device, logp.dtype)
+        asked = [(r, d, vocab, *like) for r, d in zip(row.tolist(), depth.tolist(), strict=True)]
+        missing = [i for i, name in enumerate(asked) if name not in self.known]
+        if missing:
+            key = address(self.seed[row[missing]], self.length[row[missing]] + depth[missing], np.full(len(missing), POSITION))
+            self.known.update(zip([asked[i] for i in missing], gumbel(key, vocab, *like), strict=True))
+        return logp + torch.stack([self.known[name] for name in asked])

@@ -20,7 +20,7 @@ from outrider.core.types import MAX_NODES, POINT, TARGET, Draft, Outcome, Places
 from outrider.runtime.batcher import Batcher
 from outrider.verify.exact import RULES, walk
 
-SILENCE = RowNoise(*[np.empty(0, np.int64)] * 3)  # greedy rows ask for no noise
+SILENCE = RowNoise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))  # greedy rows ask for no noise
 
 Choose = Callable[[list[Sequence]], tuple[Plan, str]]
 
@@ -195,8 +195,8 @@ def _allowed(seq: Sequence, drafter: str) -> bool:
 
 
 def _noise(seqs: list[Sequence]) -> RowNoise:
-    columns = [(s.request.seed, s.steps, len(s.tokens)) for s in seqs]
-    return RowNoise(*(np.array(c, np.int64) for c in zip(*columns, strict=True)))
+    seed, step, length = np.array([(s.request.seed, s.steps, len(s.tokens)) for s in seqs], np.int64).T
+    return RowNoise(seed, step, length)
 
 
 def _cap(plan: Plan, settings: Settings) -> int:
