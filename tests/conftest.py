@@ -1,6 +1,9 @@
 """One thread per test process: several run side by side, and small products are slower on many threads. Nothing is
 built in the background and nothing is measured, unless a test says so: texts must not hang on when a build was done."""
 
+import os
+import tempfile
+
 import pytest
 import torch
 
@@ -8,10 +11,12 @@ from outrider.measure import machine
 from outrider.models import compiled
 
 torch.set_num_threads(1)
+os.environ["OUTRIDER_CACHE"] = tempfile.mkdtemp(prefix="outrider-tests-")
 
 
-@pytest.fixture(autouse=True)
-def _quiet_machine(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(compiled, "start_builder", lambda recipe, folder: None)
-    monkeypatch.setattr(machine, "fastest_dtype", lambda candidates: "float32")
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_machine():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "start_builder", lambda recipe, folder: None)
+        patch.setattr(machine, "fastest_dtype", lambda candidates: "float32")
+        yield

@@ -135,7 +135,7 @@ def load_settings(**given: Any) -> LoadSettings:
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
     _must(s.quantise in (None, "int8"), f"quantise={s.quantise!r} is not known", "int8, or leaving it out")
     _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")
-    _must(s.threads is None or (isinstance(s.threads, int) and s.threads >= 1), f"threads={s.threads!r} is not a whole number from 1 on", "threads=1")
+    _must(s.threads is None or (type(s.threads) is int and s.threads >= 1), f"threads={s.threads!r} is not a whole number from 1 on", "threads=1")
     _must(s.context is None or (isinstance(s.context, int) and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")

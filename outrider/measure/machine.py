@@ -56,7 +56,7 @@ def _where() -> Path:
 
 def _key() -> dict[str, str]:
     return {
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} bfloat16 {torch.cpu._is_avx512_bf16_supported()}",
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
     }

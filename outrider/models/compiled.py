@@ -8,6 +8,7 @@ Invariant: a package is used only after it has agreed with the eager step on thi
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -51,7 +52,14 @@ class Recipe:
     def place(self) -> Path:
         """The folder of its packages: a hash of all that they depend on, contents of files included."""
         digest = hashlib.blake2b(digest_size=12)
-        about = (VERSION, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), dataclasses.astuple(self)[1:])
+        about = (
+            VERSION,
+            torch.__version__,
+            transformers.__version__,
+            torch.backends.cpu.get_cpu_capability(),
+            torch.cpu._is_avx512_bf16_supported(),
+            dataclasses.astuple(self)[1:],
+        )
         digest.update(repr(about).encode())
         for file in sorted(Path(self.folder).glob("*")):
             if file.name == "config.json" or (self.frozen and file.suffix == ".safetensors"):
@@ -115,7 +123,8 @@ class Compiled:
         self.recipe, self.step, self.folder = recipe, step, recipe.place()
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
-        if not all(self._file(shape).exists() for shape in SHAPES):
+        self.look()
+        if self.reason == "eager:building" and not all(self._file(shape).exists() for shape in SHAPES):
             self._start()
 
     @property
@@ -129,7 +138,7 @@ class Compiled:
     def _start(self) -> None:
         if shutil.which(os.environ.get("CXX", "g++")) is None:
             self.reason = "eager:no-compiler"
-            log.warning("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
+            _say_once("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._failed() and not _held(self.folder / "lock"):
@@ -151,7 +160,12 @@ class Compiled:
         """Take up what has been built since the last look."""
         for shape in SHAPES:
             if shape not in self.packages and self._file(shape).exists():
-                self._admit(shape)
+                try:
+                    self._admit(shape)
+                except (RuntimeError, KeyError, OSError) as damaged:
+                    self.reason = "eager:package-damaged"
+                    self._file(shape).unlink(missing_ok=True)  # the next start builds it anew
+                    log.warning("%s cannot be used and was removed: %s", self._file(shape), str(damaged).split("\n")[0])
         if len(self.packages) < len(SHAPES):
             self._failed()
         self.looked = time.monotonic()
@@ -160,10 +174,8 @@ class Compiled:
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
         package = Package(self._file(shape), self.step, shape in self.recipe.frozen)
-        store = self.step.store
-        width = 1 if shape == "one" else 4
-        table, read = example(1, width, len(self.step.windows), store.capacity - 1), torch.arange(64)
-        rows = [x.clone() for x in store.rows(0, 1)]
+        table, read = example(1, 1 if shape == "one" else 4, len(self.step.windows), after=8), torch.arange(64)
+        rows = [torch.randn_like(x) for x in self.step.store.rows(0, 1)]  # something to attend to
         want, got = (run(table, read, rows)[0].float() for run in (self.step, package))
         if not float((want - got).abs().max()) <= 0.25 * float(want.std().clamp_min(1e-6)):
             self.reason = "eager:package-differs"
@@ -196,10 +208,16 @@ class Compiled:
             self.look()
 
 
+@functools.cache
+def _say_once(line: str) -> None:
+    log.warning(line)
+
+
 def _held(lock: Path) -> bool:
     """Is a living process building there?"""
     try:
-        return bool(psutil.Process(int(lock.read_text())).status() != psutil.STATUS_ZOMBIE)
+        process = psutil.Process(int(lock.read_text()))
+        return bool(process.status() != psutil.STATUS_ZOMBIE) and any("python" in part for part in process.cmdline()[:1])
     except (OSError, ValueError, psutil.Error):
         return False
 
@@ -218,13 +236,12 @@ def start_builder(recipe: Recipe, folder: Path) -> None:
     (folder / "lock").write_text(str(child.pid))
 
 
-def example(rows: int, width: int, kinds: int, slot: int | None = None) -> Tensor:
-    """A table of some text that is as long as it is wide; all of it written to `slot` if one is given."""
+def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:
+    """A table of some text of `width` tokens behind `after` others."""
     table = torch.zeros(rows, width, 4 + kinds, dtype=torch.int64)
-    table[..., 0] = torch.arange(width) + 5
-    table[..., 1] = torch.arange(width)
-    table[..., 2] = torch.arange(width) if slot is None else slot
-    table[..., 3] = torch.arange(width) + 1
+    place = torch.arange(after, after + width)
+    for column, value in enumerate((place + 5, place, place, place + 1)):
+        table[..., column] = value
     return table
 
 
@@ -249,7 +266,13 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
         except Exception as broken:
             raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
         draft = file.with_suffix(f".{os.getpid()}.pt2")
-        torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
+        try:
+            torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
+        except Exception:
+            if "max_autotune" not in how:
+                raise
+            how["max_autotune_gemm_backends"] = "CPP,ATEN"  # some product has no kernel of Inductor's own: seen with Gemma-2
+            torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
     draft.replace(file)
 
 

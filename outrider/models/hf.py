@@ -113,7 +113,7 @@ class HFModel:
         table = np.zeros((1, -(-width // STRICT_WIDTH) * STRICT_WIDTH, kinds), np.int64)
         table[..., 2:4] = self.store.capacity - 1, 1  # padding
         table[:, :width] = block.table
-        read = min(-(-block.read // STRICT_READ) * STRICT_READ, self.store.capacity)
+        read = min(-(-block.read // STRICT_READ) * STRICT_READ, self.store.capacity - 1)
         parts = [self._serve(Block(block.first, table[:, i : i + STRICT_WIDTH].copy(), read)) for i in range(0, table.shape[1], STRICT_WIDTH)]
         logits, found = [torch.cat(list(part), 1)[:, :width] for part in zip(*parts, strict=True)]
         return logits, found

@@ -225,7 +225,7 @@ def slots_for(context: int) -> int:
 
 
 def _bucket(top: int, capacity: int) -> int:
-    return min(-(-top // BUCKET) * BUCKET, capacity)
+    return min(-(-top // BUCKET) * BUCKET, capacity - 1)  # the last slot is padding's
 
 
 def _neighbours(by_index: dict[int, int]) -> Iterator[list[int]]:

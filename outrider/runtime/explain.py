@@ -22,8 +22,10 @@ class Divergence:
     gap: float | None
 
     def __str__(self) -> str:
-        gap = "unknown: one of them is not among the 100 best" if self.gap is None else f"{self.gap:.4f}"
-        return f"token {self.position} is {self.plain} without drafting and {self.drafted} with it; gap of their logits {gap}"
+        there = f"token {self.position} is {self.plain} without drafting and {self.drafted} with it"
+        if self.plain is None or self.drafted is None:
+            return f"{there}: one text ended there"
+        return f"{there}; gap of their logits {'unknown: one of them is not among the 100 best' if self.gap is None else f'{self.gap:.4f}'}"
 
 
 def compare(rt: Runtime, prompt: str | list[Message], params: SamplingParams | None = None, **knobs: Any) -> tuple[Generation, Divergence | None]:

@@ -1,0 +1,233 @@
+"""What a machine is measured for: once, kept on disk, anew on another machine. And what `load` makes of it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_folder
+
+import outrider
+from outrider.core.config import LoadSettings, load_settings
+from outrider.core.errors import OutriderError
+from outrider.measure import machine
+from outrider.measure.machine import fastest_dtype
+from outrider.runtime.assemble import _dtype
+
+SECONDS = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 8.0}
+BOTH = ("float32", "bfloat16")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of this test's own."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def timed(monkeypatch, cache) -> list[tuple[torch.dtype, int]]:
+    """What was timed: products take the seconds that SECONDS says."""
+    calls: list[tuple[torch.dtype, int]] = []
+
+    def seconds(dtype: torch.dtype, rows: int) -> float:
+        calls.append((dtype, rows))
+        return SECONDS[dtype] * rows
+
+    monkeypatch.setattr(machine, "_product_seconds", seconds)
+    return calls
+
+
+@pytest.fixture
+def measured(monkeypatch, timed) -> list[tuple[torch.dtype, int]]:
+    """The same, reached through `load`."""
+    monkeypatch.setattr(machine, "fastest_dtype", fastest_dtype)
+    return timed
+
+
+# --- measured once
+
+
+def test_the_fastest_dtype_is_measured_once_and_kept(timed, cache):
+    assert fastest_dtype(BOTH) == "bfloat16"
+    assert timed == [(torch.float32, 1), (torch.float32, 8), (torch.bfloat16, 1), (torch.bfloat16, 8)]
+    kept = json.loads((cache / "machine.json").read_text())
+    assert kept["products"] == {"float32": 36.0, "bfloat16": 18.0}
+    assert fastest_dtype(BOTH) == "bfloat16" == fastest_dtype(BOTH[::-1]) and len(timed) == 4
+    assert [f.name for f in cache.iterdir()] == ["machine.json"], "nothing half written is left"
+
+
+def test_a_candidate_that_is_new_is_measured_alone(timed):
+    fastest_dtype(BOTH)
+    assert fastest_dtype(("float32", "float16")) == "float32" and timed[4:] == [(torch.float16, 1), (torch.float16, 8)]
+    assert fastest_dtype(("float16", "bfloat16", "float32")) == "bfloat16" and len(timed) == 6
+
+
+def test_of_equals_the_first_is_taken(timed, monkeypatch):
+    monkeypatch.setitem(SECONDS, torch.bfloat16, SECONDS[torch.float32])
+    assert fastest_dtype(BOTH) == "float32" and fastest_dtype(BOTH[::-1]) == "bfloat16"
+
+
+@pytest.mark.parametrize("part", ["processor", "torch", "threads"])
+def test_another_machine_or_torch_or_thread_count_measures_anew(timed, cache, monkeypatch, part):
+    fastest_dtype(BOTH)
+    key = machine._key()
+    monkeypatch.setattr(machine, "_key", lambda: {**key, part: "another"})
+    monkeypatch.setitem(SECONDS, torch.bfloat16, 9.0)
+    assert fastest_dtype(BOTH) == "float32" and len(timed) == 8
+    assert json.loads((cache / "machine.json").read_text())["key"][part] == "another"
+    assert fastest_dtype(BOTH) == "float32" and len(timed) == 8
+
+
+def test_the_key_says_what_figures_hang_on(cache):
+    before = torch.get_num_threads()
+    one = machine._key()
+    try:
+        torch.set_num_threads(before + 1)
+        two = machine._key()
+    finally:
+        torch.set_num_threads(before)
+    assert one["threads"] == str(before) != two["threads"] == str(before + 1)
+    assert one["torch"] == torch.__version__ and torch.backends.cpu.get_cpu_capability() in one["processor"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"{", b"\xff\xfe", b"[]", b"7", b"null", b'"words"', b"{}", b'{"key": {}, "products": {}}', b'{"products": {"float32": 1, "bfloat16": 9}}',
+        "no products", "products of another kind",
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_file_is_measured_anew(timed, cache, damage):
+    """And written whole again."""
+    texts = {"no products": {"key": machine._key()}, "products of another kind": {"key": machine._key(), "products": ["float32"]}}
+    cache.mkdir()
+    (cache / "machine.json").write_bytes(damage if isinstance(damage, bytes) else json.dumps(texts[damage]).encode())
+    assert fastest_dtype(BOTH) == "bfloat16" and len(timed) == 4
+    assert fastest_dtype(BOTH) == "bfloat16" and len(timed) == 4
+
+
+def test_products_and_memory_take_time(monkeypatch):
+    """The real clock, on little: positive, finite, and of as many products as are said."""
+    monkeypatch.setattr(machine, "SIDE", 32)
+    made = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(machine.F, "linear", lambda x, m: made.append((x.shape, x.dtype, m.shape)) or linear(x, m))
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 8):
+            made.clear()
+            assert 0 < machine._product_seconds(dtype, rows) < math.inf
+            assert set(made) == {((rows, 32), dtype, (32, 32))} and len(made) % machine.COUNT == 0
+    assert 0 < machine.bandwidth(megabytes=1) < math.inf
+
+
+# --- what load makes of it
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Checkpoints that say float32, bfloat16, float16 and nothing of their dtype."""
+    root = tmp_path_factory.mktemp("dtypes")
+    made = {}
+    for name in ("float32", "bfloat16", "float16", "nothing"):
+        made[name] = tiny_folder(root / name)
+        config = json.loads((made[name] / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config.pop("dtype", None)
+        (made[name] / "config.json").write_text(json.dumps(config if name == "nothing" else {**config, "dtype": name}))
+    return made
+
+
+@pytest.mark.parametrize("name", ["float32", "nothing"])
+def test_a_float32_checkpoint_stays_float32(folders, measured, name):
+    assert _dtype(folders[name], LoadSettings()) == "float32" and measured == []
+
+
+def test_a_named_dtype_wins(folders, measured):
+    for own in ("float32", "bfloat16"):
+        for name in ("float32", "bfloat16", "float16"):
+            assert _dtype(folders[own], LoadSettings(dtype=name)) == name
+    assert measured == []
+
+
+@pytest.mark.parametrize(("own", "half", "want"), [("bfloat16", 2.0, "bfloat16"), ("bfloat16", 8.0, "float32"), ("bfloat16", 4.0, "float32"),
+                                                   ("float16", 2.0, "float16"), ("float16", 8.0, "float32")])  # fmt: skip
+def test_a_half_checkpoint_takes_what_is_faster_here(folders, measured, monkeypatch, own, half, want):
+    """float32 where that is as fast: it is never less exact."""
+    monkeypatch.setitem(SECONDS, getattr(torch, own), half)
+    assert _dtype(folders[own], LoadSettings()) == want
+    assert {dtype for dtype, _ in measured} == {torch.float32, getattr(torch, own)}
+
+
+def test_a_gpu_takes_the_checkpoint_s_own(folders, measured, monkeypatch):
+    """There `auto` is resolved when the model is loaded."""
+    monkeypatch.setattr("outrider.models.load.pick_device", lambda name: torch.device("cuda"))
+    assert _dtype(folders["bfloat16"], LoadSettings()) == "auto" and measured == []
+
+
+@pytest.mark.parametrize("half", [2.0, 8.0])
+def test_target_and_drafts_are_loaded_in_the_dtype_that_was_picked(folders, measured, monkeypatch, half):
+    """The target's checkpoint decides, whatever the draft's says."""
+    monkeypatch.setitem(SECONDS, torch.bfloat16, half)
+    rt = outrider.load(folders["bfloat16"], [f"model:{folders['float32']}"], compile="off")
+    want = "bfloat16" if half == 2.0 else "float32"
+    target, draft = rt.engine.target, rt.engine.drafters["model"].model
+    assert target.spec.dtype == draft.spec.dtype == want
+    assert target.module.dtype == draft.module.dtype == getattr(torch, want)
+    other = outrider.load(folders["float32"], [f"model:{folders['bfloat16']}"], compile="off")
+    assert other.engine.drafters["model"].model.spec.dtype == "float32"
+
+
+# --- threads, compile, strict
+
+
+def test_threads_are_torch_s_for_the_whole_process(folders):
+    before = torch.get_num_threads()
+    try:
+        rt = outrider.load(folders["float32"], [], threads=before + 1, compile="off")
+        assert torch.get_num_threads() == before + 1
+        assert len(rt.generate("the fox", max_tokens=2, ignore_eos=True).tokens) == 2 and torch.get_num_threads() == before + 1
+        outrider.load(folders["float32"], [], compile="off")
+        assert torch.get_num_threads() == before + 1, "without the setting they are left as they are"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_dtype_is_measured_on_the_threads_that_will_run(folders, measured, monkeypatch, cache):
+    before = torch.get_num_threads()
+    try:
+        outrider.load(folders["bfloat16"], [], threads=before + 1, compile="off")
+        assert json.loads((cache / "machine.json").read_text())["key"]["threads"] == str(before + 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "remedy"),
+    [
+        ("compile", [True, "on", "", None, "Off"], "auto, wait or off"),
+        ("strict", ["yes", 1, 0, None], "True or False"),
+        ("threads", [0, -1, 1.5, "2"], "threads=1"),
+    ],
+)
+def test_bad_values_are_refused_by_name(folders, name, values, remedy):
+    before = torch.get_num_threads()
+    for value in values:
+        with pytest.raises(OutriderError, match=f"{name}={value!r}") as refused:
+            outrider.load(folders["float32"], [], **{name: value})
+        assert remedy in str(refused.value)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("given", "meant"), [("compiled", "compile"), ("strickt", "strict"), ("thread", "threads")])
+def test_a_misspelt_setting_names_the_nearest(given, meant):
+    with pytest.raises(OutriderError, match=f"'{meant}'"):
+        load_settings(**{given: True})
+
+
+def test_good_values_are_kept():
+    s = LoadSettings()
+    assert (s.compile, s.strict, s.threads, s.dtype) == ("auto", False, None, "auto")
+    assert load_settings(compile="wait", strict=True, threads=3) == LoadSettings(compile="wait", strict=True, threads=3)
