@@ -22,10 +22,11 @@ test-slow: $(VENV)/ready
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
 
-# Rewrites docs/results/speed.* and strict.* on this machine (about ten minutes; tables of docs/performance.md).
+# Rewrites docs/results/speed.*, strict.* and start.* on this machine (about ten minutes; tables of docs/performance.md).
 bench: $(VENV)/ready
 	$(BIN)/outrider bench speed
 	$(BIN)/outrider bench strict
+	$(BIN)/outrider bench start
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests

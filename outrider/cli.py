@@ -158,6 +158,19 @@ def strict_(
 
 
 @bench.command()
+def start(out: Out = Path("docs/results")) -> None:
+    """Seconds to the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one."""
+    from rich.console import Console
+
+    from outrider.bench import start as fresh
+
+    with Console(stderr=True).status("starting") as status:
+        result = fresh.start(progress=status.update)
+    fresh.save(result, out)
+    print(fresh.markdown(result))
+
+
+@bench.command()
 def synthetic(
     shape: Annotated[str, typer.Option(help="tiny, 100m, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
     contexts: Annotated[str, typer.Option(help="Used context lengths.")] = "128,2048", dtype: DType = "bfloat16", device: Device = "auto",

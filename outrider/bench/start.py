@@ -1,0 +1,81 @@
+"""How long a user waits for the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one.
+
+Each run is a process of its own, in turn; the clock starts before the library is imported. `compiled` is when the first
+step was served by a package (None: it was not within the text).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outrider.bench.run import provenance
+
+ASK = """
+import json, sys, time
+start = time.perf_counter()
+import outrider
+rt = outrider.load(compile=sys.argv[1], rows=1, dtype="bfloat16")
+loaded = time.perf_counter() - start
+seq = rt.engine.submit(rt.request(rt._encode("Once upon a time, a little owl"), max_tokens=64, ignore_eos=True))
+first = served = None
+while seq.finish_reason is None:
+    rt.engine.step()
+    first = first or time.perf_counter() - start
+    if served is None and seq.records[-1].tiers["target"] == "compiled":
+        served = time.perf_counter() - start
+print(json.dumps({"loaded": loaded, "first_token": first, "compiled": served}))
+"""
+
+
+def start(rounds: int = 3, progress: Callable[[str], None] = print) -> dict[str, Any]:
+    """Seconds by kind of start, medians over rounds, with all rounds behind them."""
+    rows: dict[str, list[dict[str, float | None]]] = {"eager": [], "cold": [], "warm": []}
+    with tempfile.TemporaryDirectory() as root:
+        progress("filling a cache")
+        _run("wait", Path(root) / "full")
+        for i in range(rounds):
+            for kind, how, cache in (("eager", "off", "none"), ("cold", "auto", f"cold-{i}"), ("warm", "auto", "full")):
+                progress(f"{kind} start, {i + 1} of {rounds}")
+                rows[kind].append(_run(how, Path(root) / cache))
+                _stop_builders(Path(root) / cache)
+    table = {kind: {key: _median([row[key] for row in given]) for key in given[0]} for kind, given in rows.items()}
+    return {"where": provenance(), "seconds": table, "rounds": rows}
+
+
+def _run(compile: str, cache: Path) -> dict[str, float | None]:
+    env = {**os.environ, "OUTRIDER_CACHE": str(cache)}
+    done = subprocess.run([sys.executable, "-c", ASK, compile], env=env, capture_output=True, text=True, check=True)
+    found: dict[str, float | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _stop_builders(cache: Path) -> None:
+    """What a cold start leaves building would slow the next down."""
+    for lock in cache.glob("steps/*/lock"):
+        subprocess.run(["kill", "--", f"-{lock.read_text()}"], check=False, capture_output=True)
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return median(known) if len(known) == len(values) else None
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = ["| start | loaded, s | first token, s | first compiled step, s |", "|---|---|---|---|"]
+    for kind, row in result["seconds"].items():
+        cells = [f"{row[key]:.2f}" if row[key] is not None else "-" for key in ("loaded", "first_token", "compiled")]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def save(result: dict[str, Any], folder: Path) -> None:
+    """start.json and start.md below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "start.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "start.md").write_text(markdown(result) + "\n")
