@@ -35,6 +35,7 @@ from outrider.models.step import Step
 
 VERSION = 2  # of what is built here: raise it when a package of before must not be used
 SHAPES = ("any", "one")
+HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
 log = logging.getLogger("outrider")
@@ -124,9 +125,11 @@ class Compiled:
         self.recipe, self.step, self.folder = recipe, step, recipe.place()
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
+        self.misses = 0
         self.look()
-        if self.reason == "eager:building" and not all(self._file(shape).exists() for shape in SHAPES):
-            self._start()
+        if self.reason == "eager:building" and not self._whole() and shutil.which(os.environ.get("CXX", "g++")) is None:
+            self.reason = "eager:no-compiler"
+            _say_once("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
 
     @property
     def bytes(self) -> int:
@@ -136,10 +139,13 @@ class Compiled:
     def _file(self, shape: str) -> Path:
         return self.folder / f"{shape}.pt2"
 
+    def _whole(self) -> bool:
+        return all(self._file(shape).exists() for shape in SHAPES)
+
     def _start(self) -> None:
-        if shutil.which(os.environ.get("CXX", "g++")) is None:
-            self.reason = "eager:no-compiler"
-            _say_once("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
+        """See to it that the packages are being built."""
+        self.misses = HOT
+        if self._whole() or self.reason != "eager:building":
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._failed() and not _held(self.folder / "lock"):
@@ -155,6 +161,9 @@ class Compiled:
         """The package for a forward of this shape, if it is there by now."""
         if len(self.packages) < len(SHAPES) and self.reason == "eager:building" and time.monotonic() - self.looked > POLL:
             self.look()
+            self.misses += 1
+            if self.misses == HOT:
+                self._start()
         return (self.packages.get("one") if rows == width == 1 else None) or (self.packages.get("any") if width <= MAX_NODES else None)
 
     def look(self) -> None:
@@ -190,6 +199,7 @@ class Compiled:
     def settle(self) -> None:
         """Stay for good with what is there now, for every shape the same: the wide package, or eager steps."""
         self.look()
+        self._start()  # for the next start
         self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
         self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
 
@@ -197,6 +207,7 @@ class Compiled:
         """Come back when both packages are there, or it is clear that they will not be."""
         end = time.monotonic() + WAIT
         self.look()
+        self._start()
         while len(self.packages) < len(SHAPES) and self.reason == "eager:building":
             if time.monotonic() > end:
                 raise OutriderError(f"steps of {self.recipe.folder} are not built after {WAIT} s", str(self.folder), "compile='off'")
