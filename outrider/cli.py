@@ -125,7 +125,7 @@ Out = Annotated[Path, typer.Option(help="Folder for the results, as JSON and as 
 
 @bench.command()
 def speed(
-    count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
     target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
     compile: Compile = "wait", out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
@@ -143,7 +143,7 @@ def speed(
 
 @bench.command("strict")
 def strict_(
-    count: Annotated[int, typer.Option("--prompts", help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
     dtype: DType = "bfloat16", compile: Compile = "wait", out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """Tokens that differ between plain and speculative texts, with strict and without, and what strict costs."""
@@ -182,6 +182,8 @@ def synthetic(
     from outrider.bench import synthetic as made_up
 
     with Console(stderr=True).status("building") as status:
+        if not all(c.strip().isdigit() and int(c) > 0 for c in contexts.split(",")):
+            raise OutriderError(f"contexts={contexts!r} is no list of token counts", "", "128,2048")
         used = tuple(int(c) for c in contexts.split(","))
         result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
     made_up.save(result, out)

@@ -757,7 +757,7 @@ def test_a_package_that_differs_from_the_model_is_not_used(built, tmp_path, cach
     assert any("differs" in r.getMessage() for r in caplog.records)
 
 
-# --- what is wrong today: strict, so that a repair is noticed
+# --- what must not stop a text, and what must not pass
 
 
 @pytest.mark.parametrize("trouble", ["failed", "no compiler"])

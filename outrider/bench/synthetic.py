@@ -70,6 +70,8 @@ def steps(
     guess over a step of width 1, assumed too. Width 1 is always measured."""
     if shape not in SHAPES:
         raise nearest(shape, SHAPES, "shape")
+    if dtype not in models.BYTES:
+        raise nearest(dtype, models.BYTES, "dtype")
     widths, where = tuple(sorted({1, *widths})), models.pick_device(device)
     progress(f"{LABEL}: building {shape}")
     model = build(SHAPES[shape], max(contexts) + max(widths), dtype, where, compile)
