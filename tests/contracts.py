@@ -1,9 +1,12 @@
 """Contract suites: what every Model and every Drafter must do, whichever it is (laws 6, 7 and 8)."""
 
 import numpy as np
+import torch
 
 from outrider.core import tree
 from outrider.core.types import Draft, Outcome, Plan, Request, SamplingParams, Sequence
+from outrider.models.hf import HFModel
+from outrider.models.kv import Rows
 from outrider.runtime.engine import Engine, fixed
 
 
@@ -109,3 +112,20 @@ def check_drafter(make: object, target: object, rng: np.random.Generator, vocab:
         assert all(d <= most for d in moved[0].records[-1].drafted)
     assert [s.generated for s in seqs] == want
     assert all(not s.slots for s in seqs)
+
+
+def opened(rows: Rows, lengths: list[int], tail: int = 1) -> list[Sequence]:
+    """Sequences with all but `tail` tokens cached, as far as the bookkeeping knows."""
+    seqs = [sequence([1 + r] * n, f"s{r}") for r, n in enumerate(lengths)]
+    for seq in seqs:
+        rows.open(seq)
+        rows.appended(seq, seq.tokens[: len(seq.tokens) - tail])
+    return seqs
+
+
+def recompute(model: HFModel):
+    def logits(tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model.module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1, : model.spec.vocab_size]
+
+    return logits
