@@ -3,11 +3,12 @@
 import numpy as np
 import torch
 
+from outrider.control.fixed import fixed
 from outrider.core import tree
 from outrider.core.types import Draft, Outcome, Plan, Request, SamplingParams, Sequence
 from outrider.models.hf import HFModel
 from outrider.models.kv import Rows
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 
 def sequence(tokens: list[int], name: str = "r", **sampling: object) -> Sequence:
@@ -106,7 +107,7 @@ def check_drafter(make: object, target: object, rng: np.random.Generator, vocab:
     seqs = [engine.submit(r) for r in requests]
     while any(s.finish_reason is None for s in seqs):
         depth, width = int(rng.integers(0, 5)), int(rng.integers(1, 3))
-        engine.choose = fixed(Plan(((drafter.name, depth, width),) if depth else ()))
+        engine.controller = fixed(Plan(((drafter.name, depth, width),) if depth else ()))
         moved = engine.step()
         most = sum(width**k for k in range(1, depth + 1))
         assert all(d <= most for d in moved[0].records[-1].drafted)

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 
 import outrider
+from outrider.control.fixed import fixed
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import decided
@@ -38,7 +39,7 @@ from outrider.models.hf import HFModel, HFView
 from outrider.models.kv import Block
 from outrider.models.load import MemoryPlan, load_module, memory_plan, wrap
 from outrider.models.step import Step
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 PAIRED = torch.cpu._is_avx512_bf16_supported()
 DTYPE = "bfloat16" if PAIRED else "float32"

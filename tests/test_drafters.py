@@ -7,6 +7,7 @@ import pytest
 import zoo
 from contracts import check_drafter, request, run, sequence
 
+from outrider.control.fixed import fixed
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.tree import roots
@@ -15,7 +16,7 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.suffix import SuffixTree
 from outrider.models.toy import ToyModel
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 
 def brute_force(text: list[int], cap: int) -> tuple[int, Counter]:
@@ -108,10 +109,10 @@ def test_draft_equal_to_target_is_accepted_whole_also_after_a_pause(depth):
     engine = Engine(target, {"model": ModelDrafter(twin)}, fixed(Plan((("model", depth, 1),))), 1)
     seq = engine.submit(request([3, 1, 4, 1, 5], max_tokens=50 + 20 * depth))
     for pause in (0, 50):
-        engine.choose = fixed(Plan())
+        engine.controller = fixed(Plan())
         for _ in range(pause):
             engine.step()
-        engine.choose = fixed(Plan((("model", depth, 1),)))
+        engine.controller = fixed(Plan((("model", depth, 1),)))
         for _ in range(5):
             engine.step()
     speculative = [r for r in seq.records if r.plan.drafters]

@@ -12,13 +12,14 @@ import pytest
 import torch
 from enumeration import Enumerator, Law, Next, Table, Text, completed, distance, law, plain
 
+from outrider.control.fixed import fixed
 from outrider.core import tree
 from outrider.core.noise import DRAFT
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Plan, Request, SamplingParams
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.runtime import engine as engine_module
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 from outrider.verify.exact import MultiRound
 
 Levels = list[list[tuple[int, int]]]  # per depth: (kind, width) of the siblings below every place, in array order

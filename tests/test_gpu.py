@@ -6,12 +6,13 @@ import torch
 import zoo
 from contracts import check_scores, plain, request, run
 
+from outrider.control.fixed import fixed
 from outrider.core.noise import address, gumbel
 from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.load import wrap
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
 

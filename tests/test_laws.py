@@ -7,12 +7,13 @@ import zoo
 from contracts import plain, request, run
 from transformers import DynamicCache
 
+from outrider.control.fixed import Told, fixed
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 VOCAB = 6
 SETTINGS = [
@@ -50,7 +51,7 @@ def test_coupled_text_is_the_same_for_random_plan_sequences(runs):
     rng = np.random.default_rng(runs)
     for _ in range(runs):
         engine = toy_engine(rows=int(rng.integers(1, 5)))
-        engine.choose = lambda seqs: (random_plan(rng), "random")
+        engine.controller = Told(lambda seqs: (random_plan(rng), "random"))
         assert [s.generated for s in run(engine, requests())] == want
 
 
@@ -60,7 +61,7 @@ def test_greedy_text_is_the_same_for_random_plans_and_arrivals(seed):
     asked = [request(rng.integers(0, VOCAB, n).tolist(), f"g{n}", max_tokens=int(rng.integers(1, 40)), ends=frozenset({4})) for n in (1, 2, 7, 4, 3)]
     want = plain(ToyModel(VOCAB, 5, scale=1.5), asked)
     engine, seqs = toy_engine(rows=3), []
-    engine.choose = lambda seqs: (random_plan(rng), "random")
+    engine.controller = Told(lambda seqs: (random_plan(rng), "random"))
     while len(seqs) < len(asked) or any(s.finish_reason is None for s in seqs):
         if len(seqs) < len(asked) and rng.random() < 0.4:
             seqs.append(engine.submit(asked[len(seqs)]))
@@ -73,7 +74,7 @@ def test_exact_and_coupled_and_greedy_rows_share_an_engine():
     fixed_rows = requests()[:3]
     want = plain(ToyModel(VOCAB, 5, scale=1.5), fixed_rows)
     engine = toy_engine(rows=4)
-    engine.choose = fixed(Plan((("lookup", 3, 1), ("model", 3, 2))))
+    engine.controller = fixed(Plan((("lookup", 3, 1), ("model", 3, 2))))
     free = [request([3, 3, 1], f"free{i}", seed=1000 + i, rule="exact", temperature=1.0) for i in range(3)]
     seqs = run(engine, [fixed_rows[0], free[0], fixed_rows[1], free[1], fixed_rows[2], free[2]])
     assert [seqs[i].generated for i in (0, 2, 4)] == want
@@ -87,10 +88,10 @@ def test_a_neighbour_never_changes_the_text(rule):
     alone = []
     for r in asked:
         engine = toy_engine(rows=1)
-        engine.choose = plan
+        engine.controller = plan
         alone += run(engine, [r])
     engine = toy_engine(rows=4)
-    engine.choose = plan
+    engine.controller = plan
     assert [s.generated for s in run(engine, asked)] == [s.generated for s in alone]
 
 
@@ -145,7 +146,7 @@ def test_every_cache_equals_a_recomputed_one_after_every_step(name):
     while any(s.finish_reason is None for s in seqs):
         names = [n for n in ("lookup", "model") if rng.random() < 0.6]
         plan = Plan(tuple((n, int(rng.integers(1, 5)), int(rng.integers(1, 3))) for n in names), int(rng.choice([0, 5])))
-        engine.choose = fixed(plan)
+        engine.controller = fixed(plan)
         for seq in engine.step():
             if seq.slots:
                 compared += 1

@@ -9,12 +9,13 @@ import pytest
 import torch
 from tiny import Ruled
 
+from outrider.control.fixed import fixed
 from outrider.core import tree
 from outrider.core.types import Plan, Request, SamplingParams, Sequence
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 VOCAB = 24
 PROMPT = (1, 2, 3, 1, 2)
@@ -306,7 +307,7 @@ class Oracle:
     def begin(self, seq: Sequence) -> None: ...
     def end(self, seq: Sequence) -> None: ...
     def observe(self, *args) -> None: ...
-    def extend(self, seqs, draft, frontier, width, source, settings, noise):
+    def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1):
         rows = tree.row_of(frontier, draft).tolist()
         texts = [seqs[r].tokens + draft.text(tree.ancestors(draft, p)) for r, p in zip(rows, frontier, strict=True)]
         wrong = [seqs[r].request.id not in self.right for r in rows]

@@ -9,13 +9,14 @@ import torch
 import zoo
 from contracts import check_scores, request, run, sequence
 
+from outrider.control.fixed import fixed
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Plan
 from outrider.drafters.model import ModelDrafter
 from outrider.models.load import self_check
 from outrider.models.toy import ToyModel
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 
 def recompute(module: torch.nn.Module):

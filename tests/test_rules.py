@@ -11,6 +11,7 @@ import pytest
 import torch
 from enumeration import Enumerator, Table, law, plain
 
+from outrider.control.fixed import fixed
 from outrider.core import noise as noise_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
@@ -18,7 +19,7 @@ from outrider.core.noise import ACCEPT, BONUS, DRAFT, RowNoise, address, gumbel,
 from outrider.core.sampling import Settings, argmax, warp
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Plan, Request, SamplingParams, Sequence
 from outrider.drafters.model import ModelDrafter
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 from outrider.verify.exact import RULES, Coupled, Greedy, MultiRound
 
 F64 = torch.float64

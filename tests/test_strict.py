@@ -4,7 +4,7 @@ logits are the same bits and its tokens the same tokens. Eager steps here; `test
 Random weights in bfloat16 tie or nearly tie at many places: bits that differ do not stay unseen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +18,13 @@ from tiny import tiny_folder, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider
+from outrider.control.fixed import Told, fixed
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import DISTINCT, Draft, Plan, Sequence
 from outrider.models.hf import STRICT_WIDTH, HFModel
 from outrider.models.kv import Block
-from outrider.runtime.engine import Choose, Engine, fixed
+from outrider.runtime.engine import Engine
 from outrider.runtime.explain import Divergence, compare
 
 PROMPTS = ["she sells sea shells on the sea shore and the shells she sells", "a", "def add(first, second): return first", "the fox", "b b b b b b"]
@@ -88,10 +89,10 @@ def requests(rt: outrider.Runtime, way: dict, prompts: list[str] = PROMPTS) -> l
 
 
 def run_with(
-    rt: outrider.Runtime, plan: Plan | Choose, asked: list, arrivals: np.random.Generator | None = None
+    rt: outrider.Runtime, plan: Plan | Callable, asked: list, arrivals: np.random.Generator | None = None
 ) -> tuple[list[Sequence], list[list[set[bytes]]]]:
     """The texts and their bits; requests come one after the other at random steps if `arrivals` is given."""
-    rt.engine.choose = fixed(plan) if isinstance(plan, Plan) else plan
+    rt.engine.controller = fixed(plan) if isinstance(plan, Plan) else Told(plan)
     seqs: list[Sequence] = [] if arrivals else [rt.engine.submit(r) for r in asked]
     with recorded(rt.engine.target) as bits:
         while len(seqs) < len(asked) or any(s.finish_reason is None for s in seqs):
@@ -170,7 +171,7 @@ def test_bits_are_kept_where_the_slots_that_are_read_grow(tmp_path, dtype):
 
 def test_texts_from_the_door_are_the_plain_ones(rt):
     """What a user writes: `compare` finds nothing, for greedy and sampled requests, one by one and all at once."""
-    rt.engine.choose = fixed(Plan((("lookup", 8, 2), ("model", 5, 2))))
+    rt.engine.controller = fixed(Plan((("lookup", 8, 2), ("model", 5, 2))))
     for way in WAYS[:2]:
         found, difference = compare(rt, PROMPTS[0], **HOW, **way)
         assert difference is None and len(found.tokens) == 16 and found.stats["drafted"] > 0

@@ -14,11 +14,12 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.control.fixed import fixed
 from outrider.core.types import Plan
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
 from outrider.runtime.door import Runtime
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 BOS, EOS = "<s>", "</s>"
 CORPUS = [

@@ -1,4 +1,4 @@
-"""The five sockets: what a part must offer to be plugged in. Each has a contract suite in tests/contracts.py."""
+"""The sockets: what a part must offer to be plugged in. Models and drafters have contract suites in tests/contracts.py."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
-from outrider.core.types import Draft, ModelSpec, Outcome, Places, Reading, Scores, Sequence, StepRecord
+from outrider.core.types import Draft, ModelSpec, Outcome, Places, Plan, Reading, Scores, Sequence, StepRecord
 
 
 class Model(Protocol):
@@ -42,9 +42,12 @@ class Drafter(Protocol):
 
     def begin(self, seq: Sequence) -> None: ...
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+    def extend(
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1
+    ) -> Draft:
         """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that
-        it has no guess for gets none. Places of the same step come in growing depth."""
+        it has no guess for gets none. Places of the same step come in growing depth. At width 1 it may go on down to
+        `levels` levels by itself, where that is cheaper than being asked again."""
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Called after every commit, also when others drafted or nobody did. Records, computes nothing."""
@@ -63,11 +66,31 @@ class Rule(Protocol):
 
 
 class Predictor(Protocol):
-    """Guesses which nodes will be accepted."""
+    """Guesses how likely a drafted node is to be accepted, given that its parent was. `history`: the last verdicts of
+    the row, latest in the lowest bit."""
 
-    def predict(self, draft: Draft) -> Tensor: ...
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float: ...
 
-    def update(self, record: StepRecord) -> None: ...
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float) -> None: ...
+
+
+class Controller(Protocol):
+    """Decides at every step whether, by whom and how far to speculate. Nothing it returns can change the text."""
+
+    def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        """The plan of the next step, at most, and why."""
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        """The places that drafter `name` is to extend now: roots before it starts, its latest nodes from then on."""
+
+    def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
+        """The nodes to verify (ascending, closed under parents; None: all), and why. Asked only where pruning is lawful."""
+
+    def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
+        """Called after every step."""
+
+    def end(self, seq: Sequence) -> None:
+        """A request ended."""
 
 
 class Meter(Protocol):

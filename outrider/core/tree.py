@@ -88,6 +88,32 @@ def _one_more(draft: Draft, parent: int, token: int, source: int, kind: int, sco
     )  # fmt: skip
 
 
+def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[float]) -> Draft:
+    """The draft with a chain of points below `place`. What of it is there already gains the source."""
+    sources = list(draft.source)
+    at = 0
+    while at < len(tokens):
+        twin = next((n for n in range(len(draft)) if draft.parent[n] == place and draft.token[n] == tokens[at] and draft.kind[n] == POINT), None)
+        if twin is None:
+            break
+        sources[twin] |= source
+        place, at = twin, at + 1
+    count, first = len(tokens) - at, len(draft)
+    row, depth = (~place, 0) if place < 0 else (draft.row[place], draft.depth[place])
+    return Draft(
+        draft.rows, draft.token + tokens[at:], draft.parent + [place, *range(first, first + count - 1)][:count], draft.row + [row] * count,
+        draft.depth + list(range(depth + 1, depth + 1 + count)), sources + [source] * count, draft.kind + [POINT] * count,
+        draft.q_row + [-1] * count, draft.score + scores[at:], draft.q,
+    )  # fmt: skip
+
+
+def descend(draft: Draft, place: int, tokens: list[int]) -> int:
+    """The node that a chain of points from `place` ends at."""
+    for token in tokens:
+        place = next(n for n in range(len(draft) - 1, -1, -1) if draft.parent[n] == place and draft.token[n] == token and draft.kind[n] == POINT)
+    return place
+
+
 def ancestors(draft: Draft, place: int) -> list[int]:
     """Nodes from depth 1 down to the place itself; [] for a root."""
     path = []

@@ -53,9 +53,19 @@ Cut = Callable[[list[int], list[int]], int | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request asks of its own speculation. `most`: drafted tokens a step (None: no cap of its own); `least`: fewer
+    are not verified at all; `floor`: a guess that its drafter gives a smaller probability ends the draft."""
+
+    most: int | None = None
+    least: int = 0
+    floor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a user asked. `ends`: token ids that finish it. `cut(generated, new)`: how many of the new tokens stay if
-    a stop string ends inside them, else None. `drafters`: names allowed, None for all."""
+    a stop string ends inside them, else None. `drafters`: names allowed, None for all. `limits`: of its drafts."""
 
     id: str
     prompt: tuple[int, ...]
@@ -65,6 +75,7 @@ class Request:
     ends: frozenset[int] = frozenset()
     cut: Cut | None = None
     drafters: frozenset[str] | None = None
+    limits: Limits = Limits()
 
 
 @dataclass(slots=True, eq=False)
@@ -208,8 +219,11 @@ class StepRecord:
     """Written once per step; everything that learns or reports reads this.
 
     Per row: request id, committed length before the step, nodes sent to verification, accepted nodes, emitted tokens,
-    discarded tokens. `seconds`: per stage. `reason`: a code for why the plan was what it was. By model: `forward`, the
-    seconds its forwards took, which stages include; `tiers`, what served its last one (compiled, or eager and why).
+    discarded tokens, nodes drafted and then left out (`trimmed`). `seconds`: per stage; `draft NAME` is one drafter's.
+    `reason`: a code for why the plan was what it was. By model: `forward`, the seconds its forwards took, which stages
+    include; `tiers`, what served its last one (compiled, or eager and why). `levels`: per drafter, how deep it was let
+    go. `draft`: all that was drafted, without distributions; `kept`: which of its nodes were verified; `tokens`: what
+    came out, per row.
     """
 
     plan: Plan
@@ -225,3 +239,8 @@ class StepRecord:
     reason: str
     forward: dict[str, float] = field(default_factory=dict)
     tiers: dict[str, str] = field(default_factory=dict)
+    trimmed: tuple[int, ...] = ()
+    levels: dict[str, int] = field(default_factory=dict)
+    draft: Draft | None = None
+    kept: tuple[int, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()

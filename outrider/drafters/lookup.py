@@ -41,14 +41,18 @@ class Lookup:
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Nothing to record: the text itself is the record, indexed at the next use."""
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+    def extend(
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1
+    ) -> Draft:
+        if width == 1:
+            for place in frontier:
+                draft = self._run(seqs, draft, place, source, levels)
+            return draft
         parents: list[int] = []
         tokens: list[int] = []
         scores: list[float] = []
         for place in frontier:
-            seq = seqs[~place if place < 0 else draft.row[place]]
-            state: _State = seq.slots[self.name]
-            cursor = self._start(seq, state) if place < 0 else state.cursors.get((draft.parent[place], draft.token[place]))
+            state, cursor = self._at(seqs, draft, place)
             for token, share, after in state.index.next(cursor, width) if cursor else ():
                 parents.append(place)
                 tokens.append(token)
@@ -56,11 +60,28 @@ class Lookup:
                 state.cursors[place, token] = after
         return tree.grow(draft, parents, tokens, source, score=scores) if tokens else draft
 
+    def _at(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[_State, Cursor | None]:
+        seq = seqs[~place if place < 0 else draft.row[place]]
+        state: _State = seq.slots[self.name]
+        return state, self._start(seq, state) if place < 0 else state.cursors.get((draft.parent[place], draft.token[place]))
+
+    def _run(self, seqs: list[Sequence], draft: Draft, place: int, source: int, levels: int) -> Draft:
+        """A chain of up to `levels` nodes below a place."""
+        state, cursor = self._at(seqs, draft, place)
+        if cursor is None:
+            return draft
+        tokens, shares, last = state.index.follow(cursor, levels)
+        draft = tree.run(draft, place, tokens, source, [share * state.trust for share in shares])
+        if tokens:
+            end = tree.descend(draft, place, tokens)
+            state.cursors[draft.parent[end], tokens[-1]] = last
+        return draft
+
     def _start(self, seq: Sequence, state: _State) -> Cursor | None:
         """Index what is new in the text and find the match a draft starts from."""
         for token in seq.tokens[len(state.index.text) :]:
             state.index.append(token)
-        state.cursors = {}
+        state.cursors.clear()
         cursor = state.index.match(self.least)
         depth = cursor[0].depth if cursor and cursor[0] else 0
         state.trust = depth / (depth + 1)

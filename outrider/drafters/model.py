@@ -41,7 +41,9 @@ class ModelDrafter:
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.model.commit(seqs, draft, outcome)
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise) -> Draft:
+    def extend(
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1
+    ) -> Draft:
         frontier = [p for p in frontier if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft

@@ -65,11 +65,33 @@ class SuffixTree:
         node, at = cursor
         if node is not None and node.children:
             total = sum(c.count for c in node.children.values())
-            best = sorted(node.children.items(), key=lambda kv: (-kv[1].count, -kv[1].last))[:width]
+            best = sorted(node.children.items(), key=_weight, reverse=True)[:width]
             return [(t, c.count / total, self._down(c)) for t, c in best]
         if at < len(self.text):
             return [(self.text[at], 1.0, (None, at + 1))]
         return []
 
+    def follow(self, cursor: Cursor, levels: int) -> tuple[list[int], list[float], Cursor]:
+        """The most frequent continuation, up to `levels` tokens: (tokens, shares of occurrences, where it ends)."""
+        tokens: list[int] = []
+        shares: list[float] = []
+        node, at = cursor
+        while node is not None and node.children and len(tokens) < levels:
+            token, child = max(node.children.items(), key=_weight) if len(node.children) > 1 else next(iter(node.children.items()))
+            tokens.append(token)
+            shares.append(child.count / sum(c.count for c in node.children.values()))
+            node, at = self._down(child)
+        if len(tokens) < levels and not (node is not None and node.children):
+            rest = self.text[at : at + levels - len(tokens)]
+            tokens += rest
+            shares += [1.0] * len(rest)
+            if rest:
+                node, at = None, at + len(rest)
+        return tokens, shares, (node, at)
+
     def _down(self, child: Node) -> Cursor:
         return (child, child.last) if child.children else (None, child.last)
+
+
+def _weight(branch: tuple[int, Node]) -> tuple[int, int]:
+    return branch[1].count, branch[1].last

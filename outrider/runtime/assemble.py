@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from outrider.control.fixed import fixed
 from outrider.core.config import LoadSettings, load_settings, nearest
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Drafter
@@ -18,7 +19,7 @@ from outrider.measure import machine
 from outrider.models import load as models
 from outrider.models.vocab import check_pair
 from outrider.runtime.door import Runtime
-from outrider.runtime.engine import Engine, fixed
+from outrider.runtime.engine import Engine
 
 DRAFTERS = {
     "lookup": "outrider.drafters.lookup:Lookup",

@@ -6,8 +6,8 @@ writes scratch only, so a step that fails or is interrupted loses nothing.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,13 @@ import numpy as np
 from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, decided, process, top_logprobs, warp
-from outrider.core.sockets import Drafter, Model
+from outrider.core.sockets import Controller, Drafter, Model
 from outrider.core.types import MAX_NODES, POINT, TARGET, Draft, Outcome, Places, Plan, Reading, Request, Scores, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
+from outrider.runtime.ending import cut
 from outrider.verify.exact import RULES, walk
 
 SILENCE = RowNoise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))  # greedy rows ask for no noise
-
-Choose = Callable[[list[Sequence]], tuple[Plan, str]]
-
-
-def fixed(plan: Plan) -> Choose:
-    """Always this plan: what a controller will replace."""
-    reason = "fixed" if plan.drafters else "off:user"
-    return lambda seqs: (plan, reason)
 
 
 @dataclass(slots=True)
@@ -47,8 +40,8 @@ class Clock:
 class Engine:
     """Runs requests to their end, many at a time, every row at its own speed."""
 
-    def __init__(self, target: Model, drafters: Mapping[str, Drafter], choose: Choose, rows: int, strict: bool = False) -> None:
-        self.target, self.drafters, self.choose, self.strict = target, drafters, choose, strict
+    def __init__(self, target: Model, drafters: Mapping[str, Drafter], controller: Controller, rows: int, strict: bool = False) -> None:
+        self.target, self.drafters, self.controller, self.strict = target, drafters, controller, strict
         self.bits = {name: 1 << i for i, name in enumerate(drafters)}
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
@@ -96,29 +89,32 @@ class Engine:
         for drafter in self.drafters.values():
             drafter.end(seq)
         self.target.close(seq)
+        self.controller.end(seq)
         assert not seq.slots, f"{list(seq.slots)} left behind"
 
     def _step(self, seqs: list[Sequence]) -> None:
-        plan, reason = self.choose(seqs)
+        clock = Clock()
+        plan, reason = self.controller.choose(seqs)
         if plan.drafters and not any(_allowed(s, name) for s in seqs for name, _, _ in plan.drafters):
             plan, reason = Plan(), "off:request"
-        clock, settings = Clock(), self._settings(seqs)
+        settings = self._settings(seqs)
         noise = SILENCE if settings.all_greedy else _noise(seqs)
+        clock.mark("choose")
         self.target.prefill(seqs)
         clock.mark("prefill")
-        full = self._propose(seqs, plan, settings, noise)
-        draft, names = _trim(full, plan, self.strict)
+        full, levels = self._propose(seqs, plan, settings, noise, clock)
+        draft, names, reason = self._trim(seqs, full, plan, reason)
         clock.mark("draft")
         scores = self.target.score(seqs, full, [*tree.roots(len(seqs)), *names])
         clock.mark("score")
-        outcome, reasons = _cut(seqs, draft, _accept(draft, scores, settings, noise))
+        outcome, reasons = cut(seqs, draft, _accept(draft, scores, settings, noise))
         clock.mark("accept")
         emitted = self._write(seqs, draft, outcome, scores)
         for seq, why in zip(seqs, reasons, strict=True):
             seq.finish_reason = why
         self._commit(seqs, full, outcome if draft is full else outcome.renamed(names))
         clock.mark("commit")
-        self._record(seqs, plan, reason, draft, outcome, emitted, clock)
+        self._record(seqs, plan, reason, draft, outcome, emitted, clock, (full, tuple(names), levels))
 
     def _settings(self, seqs: list[Sequence]) -> Settings:
         """Those of the batch: made anew only when its members change."""
@@ -126,21 +122,40 @@ class Engine:
             self.settings = Settings.of(list(seqs))
         return self.settings
 
-    def _propose(self, seqs: list[Sequence], plan: Plan, settings: Settings, noise: RowNoise) -> Draft:
-        """Every drafter of the plan grows the forest level by level."""
-        draft = Draft(rows=len(seqs))
-        room = [s.request.sampling.max_tokens - s.produced - 1 for s in seqs]
+    def _propose(self, seqs: list[Sequence], plan: Plan, settings: Settings, noise: RowNoise, clock: Clock) -> tuple[Draft, dict[str, int]]:
+        """Every drafter of the plan grows the forest, for as long as the controller lets it; how deep each was let go."""
+        draft, levels = Draft(rows=len(seqs)), {}
+        room = _room(seqs)
         cap = _cap(plan, settings)
         for name, most, width in plan.drafters:
             bit, across = self.bits[name], min(width, cap)
-            frontier = [~r for r, s in enumerate(seqs) if _allowed(s, name)]
-            for level in range(most):
-                frontier = _fitting(draft, frontier, across, level, room, cap)
+            frontier, level = [~r for r, s in enumerate(seqs) if _allowed(s, name)], 0
+            while level < most and frontier:
+                frontier = _fitting(draft, self.controller.more(seqs, name, draft, frontier), across, level, room, cap)
                 if not frontier:
                     break
-                draft = self.drafters[name].extend(seqs, draft, frontier, across, bit, settings, noise)
-                frontier = [n for n, depth in enumerate(draft.depth) if depth == level + 1 and draft.source[n] & bit]
-        return draft
+                ahead = _ahead(draft, frontier, most - level, level, room, cap) if across == 1 else 1
+                draft = self.drafters[name].extend(seqs, draft, frontier, across, bit, settings, noise, levels=ahead)
+                found = [depth for n, depth in enumerate(draft.depth) if depth > level and draft.source[n] & bit]
+                level = levels[name] = max(found, default=level + 1)
+                frontier = [n for n, depth in enumerate(draft.depth) if depth == level and draft.source[n] & bit]
+            if level:
+                clock.mark(f"draft {name}")
+        return draft, levels
+
+    def _trim(self, seqs: list[Sequence], draft: Draft, plan: Plan, reason: str) -> tuple[Draft, list[int], str]:
+        """(what of the draft is verified, the old names of its nodes, why). A sampled node under `exact` is never
+        forgotten. A strict step scores one chain a row: siblings would lie in slots that are not their positions."""
+        everything = list(range(len(draft)))
+        if not draft.token or any(kind != POINT for kind in draft.kind):
+            return draft, everything, reason
+        keep = tree.chain(draft) if self.strict else everything
+        if plan.budget:
+            keep = sorted(set(keep) & set(tree.heaviest(draft, plan.budget)))
+        chosen, reason = self.controller.fill(seqs, draft, reason)
+        if chosen is not None:
+            keep = [n for n in chosen if n in set(keep)]
+        return (draft, everything, reason) if len(keep) == len(draft) else (tree.select(draft, keep), keep, reason)
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
         """Add what was decided to the texts, each token with its origin. Returns the new tokens of each row."""
@@ -165,7 +180,11 @@ class Engine:
     def _names(self, source: int) -> str:
         return "+".join(name for name, bit in self.bits.items() if source & bit)
 
-    def _record(self, seqs: list[Sequence], plan: Plan, reason: str, draft: Draft, outcome: Outcome, emitted: list[list[int]], clock: Clock) -> None:
+    def _record(
+        self, seqs: list[Sequence], plan: Plan, reason: str, draft: Draft, outcome: Outcome, emitted: list[list[int]], clock: Clock,
+        drafted: tuple[Draft, tuple[int, ...], dict[str, int]],
+    ) -> None:  # fmt: skip
+        full, kept, levels = drafted
         credit: Counter[tuple[str, int]] = Counter()
         for path in outcome.paths:
             for n in path:
@@ -184,9 +203,15 @@ class Engine:
             reason=reason,
             forward={name: meter.take() for name, meter in self.meters.items()},
             tiers={name: meter.tier for name, meter in self.meters.items()},
+            trimmed=tuple(full.row.count(r) - draft.row.count(r) for r in range(len(seqs))),
+            levels=levels,
+            draft=full if full.q is None else replace(full, q=None),
+            kept=kept,
+            tokens=tuple(tuple(new) for new in emitted),
         )
         for seq in seqs:
             seq.records.append(record)
+        self.controller.learn(seqs, record)
 
 
 def _allowed(seq: Sequence, drafter: str) -> bool:
@@ -197,6 +222,19 @@ def _allowed(seq: Sequence, drafter: str) -> bool:
 def _noise(seqs: list[Sequence]) -> RowNoise:
     seed, step, length = np.array([(s.request.seed, s.steps, len(s.tokens)) for s in seqs], np.int64).T
     return RowNoise(seed, step, length)
+
+
+def _room(seqs: list[Sequence]) -> list[int]:
+    """Most nodes deep that each row's draft may be: no deeper than its text may still grow, nor than it asked for."""
+    return [
+        min(s.request.sampling.max_tokens - s.produced - 1, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs
+    ]  # fmt: skip
+
+
+def _ahead(draft: Draft, frontier: Places, most: int, level: int, room: list[int], cap: int) -> int:
+    """Levels that a drafter may add by itself, a node each, below every place of the frontier."""
+    rows = [~p if p < 0 else draft.row[p] for p in frontier]
+    return min(most, *(min(room[r] - level, (cap - draft.row.count(r)) // rows.count(r)) for r in rows))
 
 
 def _cap(plan: Plan, settings: Settings) -> int:
@@ -213,18 +251,6 @@ def _fitting(draft: Draft, frontier: Places, width: int, level: int, room: list[
     return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level and draft.row.count(r) + width * rows.count(r) <= cap]
 
 
-def _trim(draft: Draft, plan: Plan, strict: bool) -> tuple[Draft, list[int]]:
-    """(the draft within the budget, the old names of its nodes). A sampled node under `exact` is never forgotten. A
-    strict step scores one chain a row: siblings would lie in slots that are not their positions."""
-    everything = list(range(len(draft)))
-    if not (plan.budget or strict) or any(kind != POINT for kind in draft.kind):
-        return draft, everything
-    keep = tree.chain(draft) if strict else everything
-    if plan.budget:
-        keep = sorted(set(keep) & set(tree.heaviest(draft, plan.budget)))
-    return (draft, everything) if len(keep) == len(draft) else (tree.select(draft, keep), keep)
-
-
 def _accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise) -> Outcome:
     if settings.raw:
         return walk(draft, decided(scores)[0])
@@ -233,34 +259,3 @@ def _accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise) -
         return RULES["greedy"]().accept(draft, process(scores.logits, places, draft, settings), noise)
     rule = next(s.request.rule for s, greedy in zip(settings.seqs, settings.greedy, strict=True) if not greedy)
     return RULES[rule]().accept(draft, warp(scores.logits, places, draft, settings), noise)
-
-
-def _cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome, list[str | None]]:
-    """End each row at its first end token, stop string or limit, whichever comes first; why it ended, or None, by row.
-
-    Cache, history, noise position and records all see only what is left.
-    """
-    paths, bonuses, discarded, reasons = [], [], [], []
-    for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
-        assert bonus is not None
-        new = [*draft.text(path), bonus]
-        keep, why = _end(seq, new)
-        reasons.append(why)
-        paths.append(path[:keep])
-        bonuses.append(bonus if keep == len(new) else None)
-        discarded.append(len(new) - keep)
-    return Outcome(paths, bonuses, discarded), reasons
-
-
-def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:
-    """(how many of the new tokens stay, why the text ends there or None)."""
-    sampling, request = seq.request.sampling, seq.request
-    limit = sampling.max_tokens - seq.produced
-    keep, reason = (limit, "length") if len(new) >= limit else (len(new), None)
-    first = max(0, sampling.min_tokens - seq.produced)
-    end = next((i + 1 for i, t in enumerate(new[:keep]) if t in request.ends and i >= first), None)
-    if end is not None:
-        keep, reason = end, "stop"
-    if request.cut and first < keep and (found := request.cut([*seq.generated, *new[:first]], new[first:keep])) is not None:
-        keep, reason = first + found, "stop"
-    return keep, reason

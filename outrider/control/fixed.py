@@ -1,0 +1,32 @@
+"""Controllers that weigh nothing: always the same plan, or whatever a function says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A Controller that takes its plans from `say` and grows and verifies all of them."""
+
+    say: Callable[[list[Sequence]], tuple[Plan, str]]
+
+    def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        return self.say(seqs)
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        return frontier
+
+    def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
+        return None, reason
+
+    def learn(self, seqs: list[Sequence], record: StepRecord) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+
+def fixed(plan: Plan) -> Told:
+    """Always this plan."""
+    reason = "fixed" if plan.drafters else "off:user"
+    return Told(lambda seqs: (plan, reason))
