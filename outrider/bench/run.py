@@ -9,25 +9,18 @@ stock samples with other noise. Ours plain is written twice: the ratio of the tw
 import hashlib
 import json
 import os
-import platform
-import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-import torch
-import transformers
-
 import outrider
 from outrider import reference
 from outrider.bench import peers, prompts
+from outrider.bench.report import provenance, save_as
 from outrider.core.config import nearest
 from outrider.core.types import TARGET
 from outrider.measure import machine
@@ -233,24 +226,6 @@ def roofline(table: list[dict[str, Any]], weights: int) -> dict[str, float] | No
     return {"weight_bytes": weights, "plain_step_ms": steps[0], "weights_gb_s": weights / steps[0] / 1e6, "memory_gb_s": machine.bandwidth() / 1e9}
 
 
-def provenance() -> dict[str, Any]:
-    """Where a figure comes from."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": _processor(), "system": platform.platform(),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
-        "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
-    }  # fmt: skip
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    listed = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", listed.read_text("utf-8")) if listed.exists() else None
-    return named[1] if named else platform.machine()
-
-
 def markdown(result: dict[str, Any]) -> str:
     """Two tables of ratios, one of what explains them, and the noise and the memory's speed they are to be read with."""
     table = {(r["category"], r["contender"]): r for r in result["summary"]}
@@ -298,9 +273,7 @@ def _explained(table: list[dict[str, Any]]) -> str:
 
 def save(result: dict[str, Any], folder: Path, name: str) -> None:
     """name.json (a line per row) and name.md below `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
     head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
-    (folder / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
     where = ", ".join(f"{k} {v}" for k, v in {**result["where"], **result["settings"], "tiers": json.dumps(result["tiers"])}.items())
-    (folder / f"{name}.md").write_text(f"{where}\n\n{markdown(result)}\n")
+    save_as(folder, name, f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}', f"{where}\n\n{markdown(result)}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outrider.bench.run import provenance
+from outrider.bench.report import provenance, save_as
 
 ASK = """
 import json, sys, time
@@ -76,6 +76,4 @@ def markdown(result: dict[str, Any]) -> str:
 
 def save(result: dict[str, Any], folder: Path) -> None:
     """start.json and start.md below `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "start.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "start.md").write_text(markdown(result) + "\n")
+    save_as(folder, "start", json.dumps(result, indent=1), markdown(result))

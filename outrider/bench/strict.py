@@ -17,7 +17,7 @@ from typing import Any
 import outrider
 from outrider import reference
 from outrider.bench import prompts
-from outrider.bench.run import provenance
+from outrider.bench.report import provenance, save_as
 from outrider.measure.trace import stats
 from outrider.runtime.door import Runtime
 
@@ -87,6 +87,4 @@ def markdown(result: dict[str, Any]) -> str:
 
 def save(result: dict[str, Any], folder: Path) -> None:
     """strict.json and strict.md below `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "strict.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "strict.md").write_text(markdown(result) + "\n")
+    save_as(folder, "strict", json.dumps(result, indent=1), markdown(result))

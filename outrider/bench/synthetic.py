@@ -20,7 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.bench.run import provenance, read_bytes
+from outrider.bench.report import provenance, save_as
+from outrider.bench.run import read_bytes
 from outrider.core.config import nearest
 from outrider.core.types import MAX_NODES
 from outrider.measure import cost, machine
@@ -190,8 +191,5 @@ def table(result: dict[str, Any]) -> str:
 
 def save(result: dict[str, Any], folder: Path) -> None:
     """synthetic-SHAPE.json and .md below `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"synthetic-{result['shape']}"
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     where = ", ".join(f"{k} {v}" for k, v in result["where"].items())
-    (folder / f"{name}.md").write_text(f"{where}\n\n{table(result)}\n")
+    save_as(folder, f"synthetic-{result['shape']}", json.dumps(result, indent=1), f"{where}\n\n{table(result)}")

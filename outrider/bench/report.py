@@ -1,0 +1,39 @@
+"""What every report of a measurement has: where its figures come from, and two files, for machines and for people."""
+
+import platform
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import outrider
+
+
+def provenance() -> dict[str, Any]:
+    """Where a figure comes from."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return {
+        "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": _processor(), "system": platform.platform(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
+        "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    listed = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", listed.read_text("utf-8")) if listed.exists() else None
+    return named[1] if named else platform.machine()
+
+
+def save_as(folder: Path, name: str, data: str, text: str) -> None:
+    """name.json and name.md below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(data + "\n")
+    (folder / f"{name}.md").write_text(text + "\n")

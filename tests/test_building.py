@@ -1,0 +1,251 @@
+"""Where packages lie, what they may weigh, when they are built, and the reason that is said when there is none.
+
+Nothing here waits for a package, so these tests run while those of `test_compiled` are being built.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import packages
+import pytest
+import torch
+from contracts import plain, request
+from packages import PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
+
+import outrider
+from outrider.core.errors import OutriderError
+from outrider.models import compiled, load
+from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
+from outrider.models.hf import HFView
+from outrider.models.load import MemoryPlan, load_module, memory_plan
+
+even, folder, builder = packages.even, packages.folder, packages.builder
+cache, started, dead = packages.cache, packages.started, packages.dead
+
+
+# --- where packages lie, and what they may weigh
+
+
+def recipe_folder(path: Path, weights: bytes = b"abc", config: str = '{"hidden_size": 8}') -> Path:
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(weights)
+    (path / "config.json").write_text(config)
+    return path
+
+
+def test_a_place_is_a_hash_of_what_the_package_depends_on(tmp_path, cache):
+    base = recipe_folder(tmp_path / "a")
+    place = recipe_of(base).place()
+    assert place.parent == cache / "steps"
+    assert recipe_of(base).place() == place == recipe_of(recipe_folder(tmp_path / "elsewhere" / "b")).place(), "a folder's path says nothing"
+    (base / "README.md").write_text("words")
+    assert recipe_of(base).place() == place
+    others = [
+        recipe_of(recipe_folder(tmp_path / "weights", b"abd")),
+        recipe_of(recipe_folder(tmp_path / "config", config='{"hidden_size": 9}')),
+        recipe_of(base, dtype="float16"),
+        recipe_of(base, threads=2),
+        recipe_of(base, vocab=VOCAB - 1),
+        recipe_of(base, frozen=("any",)),
+        recipe_of(base, frozen=()),
+    ]
+    places = [place, *(r.place() for r in others)]
+    assert len(set(places)) == len(places)
+
+
+def test_a_package_without_weights_serves_all_models_of_its_config(tmp_path, cache):
+    a, b = recipe_folder(tmp_path / "a", b"abc"), recipe_folder(tmp_path / "b", b"abd")
+    other = recipe_folder(tmp_path / "c", b"abc", '{"hidden_size": 9}')
+    assert recipe_of(a, frozen=()).place() == recipe_of(b, frozen=()).place() != recipe_of(other, frozen=()).place()
+    assert recipe_of(a, frozen=("any",)).place() != recipe_of(b, frozen=("any",)).place()
+
+
+@pytest.mark.parametrize(
+    ("weights", "free", "shapes"),
+    [(100, 0, 0), (100, 399, 0), (100, 400, 1), (100, 799, 1), (100, 800, 2), (100, 10**9, 2), (0, 0, 0), (0, 400, 2), (10**9, 10**9, 0)],
+)
+def test_frozen_packages_may_take_a_quarter_of_what_is_free(weights, free, shapes):
+    assert worth_freezing(weights, free) == SHAPES[:shapes]
+
+
+def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch):
+    assert [MemoryPlan(100, 7, SHAPES[:n]).packed for n in range(3)] == [0, 100, 200]
+    assert [MemoryPlan(100, 7, SHAPES[:n]).total for n in range(3)] == [107, 207, 307]
+    off = memory_plan(folder, "float32", 2, 100)
+    assert off == memory_plan(folder, "float32", 2, 100, "off") and off.frozen == () and off.total == off.weights + off.cache
+    for copies in range(3):
+        free = off.weights + off.cache + 4 * copies * off.weights
+        monkeypatch.setattr(load.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert memory_plan(folder, "float32", 2, 100, "auto") == dataclasses.replace(off, frozen=SHAPES[:copies])
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    assert memory_plan(folder, "float32", 2, 100, "auto").frozen == ()
+
+
+# --- when they are built, and why there is none
+
+
+def insist(found: Compiled) -> None:
+    """As many looks in vain as it takes to begin building."""
+    for _ in range(compiled.HOT):
+        found.looked = -1e9
+        assert found.get(1, 1) is None
+
+
+def test_building_begins_after_a_few_looks_and_once(folder, cache, started):
+    found = Compiled(recipe_of(folder), model_of(folder).step)
+    found.looked = -1e9
+    assert found.get(1, 1) is None and started == [], "the first tokens come undisturbed"
+    insist(found)
+    insist(found)
+    assert len(started) == 1
+
+
+def test_tiers_say_off_and_building(folder, cache, started):
+    off = texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))
+    assert set(off[1]) == {"eager:off"} and started == [] and not cache.exists()
+    building = texts_and_tiers(outrider.load(folder, [], dtype="float32"))
+    assert set(building[1]) == {"eager:building"} and len(started) <= 1
+    assert building[0] == off[0]
+    rt = outrider.load(folder, [], dtype="float32")
+    assert HFView(rt.engine.target, (0,)).meter.tier == "eager:view"
+
+
+def test_without_a_compiler_texts_come_and_it_is_said_once(folder, cache, started, monkeypatch, caplog):
+    want = texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))[0]
+    monkeypatch.setattr(compiled.shutil, "which", lambda *_: None)
+    texts, tiers = texts_and_tiers(outrider.load(folder, [], compile="wait", dtype="float32"))
+    assert texts == want and set(tiers) == {"eager:no-compiler"} and started == []
+    assert [r.levelname for r in caplog.records if r.name == "outrider" and "compiler" in r.getMessage()] == ["WARNING"]
+
+
+def test_a_compiler_named_by_the_environment_is_looked_for(folder, cache, started, monkeypatch):
+    model = model_of(folder)
+    for name, reason in (("no-such-compiler", "eager:no-compiler"), (sys.executable, "eager:building")):
+        monkeypatch.setenv("CXX", name)
+        assert Compiled(recipe_of(folder), model.step).reason == reason
+
+
+def build_here(recipe: Recipe, monkeypatch) -> Path:
+    """The builder's work in this process, at this process's priority."""
+    place = recipe.place()
+    place.mkdir(parents=True)
+    (place / "lock").write_text(str(os.getpid()))
+    monkeypatch.setattr(os, "nice", lambda by: by)
+    compiled.main(json.dumps(dataclasses.asdict(recipe)), str(place))
+    return place
+
+
+def test_a_graph_that_breaks_says_so_for_good(folder, cache, started, monkeypatch):
+    """A forward that branches on its numbers cannot be exported: the builder leaves a note, later starts read it."""
+
+    def branching(*_: object) -> torch.nn.Module:
+        module = load_module(folder, "float32")
+        mlp = module.model.layers[1].mlp
+        whole = mlp.forward
+        mlp.forward = lambda x: whole(x) if x.sum().item() > 0 else whole(x) * 2
+        return module
+
+    recipe = recipe_of(folder, dtype="float32")
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "load_module", branching)
+        with pytest.raises(OutriderError, match="^eager:graph-break"):
+            build_here(recipe, patch)
+    place = recipe.place()
+    assert sorted(p.name for p in place.iterdir()) == ["failed"], "the lock is given back, and nothing half made is left"
+    assert (place / "failed").read_text().startswith("eager:graph-break\n")
+    texts, tiers = texts_and_tiers(outrider.load(folder, [], compile="wait", dtype="float32"))
+    assert set(tiers) == {"eager:graph-break"} and started == [], "it is not tried again"
+    assert texts == texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))[0]
+
+
+def test_a_build_that_fails_leaves_a_reason_and_no_package(folder, cache, started, monkeypatch):
+    """The compiler dies half way: nothing is in place, what it wrote has another name."""
+    seen: list[Path] = []
+
+    def die(program: object, *, package_path: str, inductor_configs: dict) -> None:
+        Path(package_path).write_bytes(b"half")
+        seen.extend(place.glob("*.pt2"))
+        raise RuntimeError("the disk is full")
+
+    recipe = recipe_of(folder, dtype="float32")
+    place = recipe.place()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.export, "export", lambda *_, **__: None)
+        patch.setattr(torch._inductor, "aoti_compile_and_package", die)
+        with pytest.raises(RuntimeError, match="disk is full"):
+            build_here(recipe, patch)
+    assert [p.name for p in seen] == [f"any.{os.getpid()}.pt2"]
+    assert (place / "failed").read_text() == "eager:not-compiled\nthe disk is full" and not (place / "lock").exists()
+    assert Compiled(recipe, model_of(folder, dtype="float32").step).reason == "eager:not-compiled"
+
+
+def test_half_a_package_is_not_taken_up(folder, cache, started, monkeypatch):
+    model = model_of(folder)
+    monkeypatch.setattr(compiled, "POLL", 0.0)
+    place = recipe_of(folder).place()
+    place.mkdir(parents=True)
+    for shape in SHAPES:
+        (place / f"{shape}.{os.getpid()}.pt2").write_bytes(b"half")
+    found = Compiled(recipe_of(folder), model.step)
+    assert found.get(1, 1) is None and found.get(3, 4) is None and found.reason == "eager:building" and found.bytes == 0
+
+
+@pytest.mark.parametrize("note", ["", "12 monkeys", "-5"])
+def test_a_lock_of_nobody_is_no_lock(folder, cache, started, note):
+    place = recipe_of(folder).place()
+    place.mkdir(parents=True)
+    (place / "lock").write_text(note)
+    insist(Compiled(recipe_of(folder), model_of(folder).step))
+    assert started == [place]
+
+
+def test_a_living_builder_is_left_alone_and_a_dead_one_replaced(folder, cache, started, dead):
+    place = recipe_of(folder).place()
+    place.mkdir(parents=True)
+    (place / "lock").write_text(str(os.getpid()))
+    found = Compiled(recipe_of(folder), model_of(folder).step)
+    insist(found)
+    assert found.reason == "eager:building" and started == []
+    (place / "lock").write_text(str(dead))
+    insist(Compiled(recipe_of(folder), model_of(folder).step))
+    assert started == [place]
+
+
+def test_waiting_ends_when_the_builder_has_died(folder, cache, monkeypatch, dead):
+    monkeypatch.setattr(compiled, "start_builder", lambda recipe, place: (place / "lock").write_text(str(dead)))
+    texts, tiers = texts_and_tiers(outrider.load(folder, [], compile="wait", dtype="float32"))
+    assert set(tiers) == {"eager:builder-died"}
+    assert texts == texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))[0]
+
+
+def test_waiting_ends_with_an_error_when_a_builder_never_comes_back(folder, cache, monkeypatch):
+    monkeypatch.setattr(compiled, "start_builder", lambda recipe, place: (place / "lock").write_text(str(os.getpid())))
+    monkeypatch.setattr(compiled, "WAIT", 0.1)
+    found = Compiled(recipe_of(folder), model_of(folder).step)
+    with pytest.raises(OutriderError, match="not built after 0.1 s"):
+        found.wait()
+
+
+def test_strict_stays_eager_where_nothing_is_built_yet(folder, cache, started, monkeypatch):
+    """What is built later is not even looked at: it would change the bits in the middle of a text."""
+    monkeypatch.setattr(compiled, "POLL", 0.0)
+    model = model_of(folder)
+    model.compiled = Compiled(recipe_of(folder), model.step)
+    model.pin()
+    for shape in SHAPES:
+        (model.compiled.folder / f"{shape}.pt2").write_bytes(b"would raise if it were opened")
+    assert model.compiled.get(1, 1) is None and model.compiled.get(1, 8) is None
+    assert len(plain(model, [request(PROMPT, max_tokens=3)])[0]) == 3 and model.meter.tier == "eager:strict-pinned"
+
+
+def test_a_damaged_package_is_not_used(folder, cache, started):
+    recipe, model = recipe_of(folder), model_of(folder)
+    model.compiled = Compiled(recipe, model.step)
+    model.compiled.folder.mkdir(parents=True)
+    for shape in SHAPES:
+        (model.compiled.folder / f"{shape}.pt2").write_bytes(b"PK damaged")
+    assert len(plain(model, [request(PROMPT, max_tokens=3)])[0]) == 3 and model.meter.tier.startswith("eager:")

@@ -1,0 +1,141 @@
+"""Compiled steps that need builds of their own: without weights, of other classes, in float32, in fresh and killed processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import packages
+import pytest
+import torch
+import zoo
+from contracts import check_scores, recompute
+from packages import DTYPE, PAIRED, VOCAB, model_of, recipe_of
+
+from outrider.core.types import MAX_NODES
+from outrider.models import compiled
+from outrider.models.compiled import SHAPES, Compiled, Recipe, start_builder
+from outrider.models.step import Step
+
+even, folder, cache, started = packages.even, packages.folder, packages.cache, packages.started
+
+
+def build_wide(recipe: Recipe, step: Step) -> Compiled:
+    """Its wide package, built here."""
+    place = recipe.place()
+    place.mkdir(parents=True)
+    compiled.build(step, "any", "any" in recipe.frozen, place / "any.pt2")
+    found = Compiled(recipe, step)
+    found.look()
+    assert set(found.packages) == {"any"}, found.reason
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_package_without_weights_borrows_the_model_s(folder, cache, started, dtype):
+    recipe = recipe_of(folder, frozen=(), dtype=dtype)
+    model = model_of(folder, dtype=dtype)
+    model.compiled = build_wide(recipe, model.step)
+    assert model.compiled.bytes == 0
+    check_scores(model, recompute(model), np.random.default_rng(7), VOCAB, 0.02 if dtype == "float32" else 0.25)
+    assert model.meter.tier == "compiled"
+    with torch.no_grad():  # weights that change are seen: they were not copied
+        model.module.model.layers[1].mlp.down_proj.weight.normal_(0, 0.4)
+    check_scores(model, recompute(model), np.random.default_rng(8), VOCAB, 0.02 if dtype == "float32" else 0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", "float32"), ("gpt2", "bfloat16"), ("gemma2", "float32"), ("gemma2", "bfloat16"), ("gemma3", "float32")],
+)
+def test_other_classes_compile_and_agree(name, dtype, tmp_path, cache, started):
+    """Windows of two kinds, learned positions, tied heads."""
+    zoo.module(name).save_pretrained(tmp_path / name)
+    model = model_of(tmp_path / name, dtype=dtype, tokens=zoo.VOCAB)
+    model.compiled = build_wide(recipe_of(tmp_path / name, dtype=dtype, vocab=zoo.VOCAB), model.step)
+    check_scores(model, recompute(model), np.random.default_rng(9), zoo.VOCAB, 0.02 if dtype == "float32" else 0.25)
+    assert model.meter.tier == "compiled"
+
+
+@pytest.mark.slow
+def test_the_float32_package_agrees_closely(folder, cache, started):
+    model = model_of(folder, dtype="float32")
+    model.compiled = build_wide(recipe_of(folder, dtype="float32"), model.step)
+    check_scores(model, recompute(model), np.random.default_rng(10), VOCAB, 1e-3, steps=30)
+
+
+START = """
+import json, sys, outrider
+rt = outrider.load(sys.argv[1], ["lookup"], dtype=sys.argv[2], threads=1, compile="wait")
+out = rt.generate("the quick brown fox", max_tokens=24, ignore_eos=True)
+print(json.dumps([out.tokens, out.stats["tiers"]]))
+"""
+
+
+@pytest.mark.slow
+def test_the_second_start_is_served_from_disk(folder, tmp_path):
+    def start() -> list:
+        env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run([sys.executable, "-c", START, str(folder), DTYPE], env=env, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def files() -> dict[str, tuple[int, int]]:
+        return {str(f): (f.stat().st_size, f.stat().st_mtime_ns) for f in (tmp_path / "cache" / "steps").rglob("*") if f.is_file()}
+
+    first = start()
+    there = files()
+    assert sorted(Path(f).name for f in there) == ["any.pt2", "log", "one.pt2"]
+    assert set(first[1]["target"]) == {"compiled"}
+    assert start() == first and files() == there
+
+
+@pytest.mark.slow
+def test_a_builder_that_is_killed_is_replaced_at_the_next_start(folder, cache, monkeypatch):
+    """Nothing half made is in place, the dead builder's lock does not count, and the wait ends at once."""
+    monkeypatch.setattr(compiled, "start_builder", start_builder)
+    recipe, model = recipe_of(folder), model_of(folder)
+    found = Compiled(recipe, model.step)
+    victim = int((found.folder / "lock").read_text())
+    time.sleep(4)
+    os.kill(victim, signal.SIGKILL)
+    found.wait()
+    assert found.reason == "eager:builder-died" and not any(found._file(shape).exists() for shape in SHAPES)
+    again = Compiled(recipe, model.step)
+    assert int((found.folder / "lock").read_text()) != victim
+    again.wait()
+    assert set(again.packages) == set(SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.parametrize(("k", "n"), [(2, 64), (30, 64), (64, 192), (336, 320), (4096, 128), (62, 4096)])
+def test_products_of_pairs_are_right_at_every_width(k, n, tmp_path):
+    """The kernel alone, as the builder asks for it, against float64: 1 to 17 rows, odd and even ones, sums in several blocks.
+    And a row's result is the same bits whoever its neighbours are."""
+    from outrider.models import microkernel
+
+    assert microkernel.register() and microkernel.register()
+    torch.manual_seed(k)
+    linear = torch.nn.Linear(k, n, bias=False).bfloat16()
+    x = torch.randn(17, k).bfloat16()
+    how = {"freezing": True, "aot_inductor.package_constants_in_so": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+    with torch.no_grad():
+        program = torch.export.export(linear, (x[:9],), dynamic_shapes=({0: torch.export.Dim("w", min=1, max=MAX_NODES)},), strict=False)
+        file = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "linear.pt2"), inductor_configs=how)
+    with zipfile.ZipFile(file) as package:
+        assert any(b"_mm512_dpbf16_ps" in package.read(name) for name in package.namelist() if name.endswith(".cpp")), "another kernel was chosen"
+    product = torch._inductor.aoti_load_package(file)
+    want = x.double() @ linear.weight.detach().double().T
+    error = (x.double().abs() @ linear.weight.detach().double().abs().T) * 2.0**-16 + want.abs() * 2.0**-8  # of the sums, and of rounding them
+    alone = [product(x[i : i + 1])[0] for i in range(17)]
+    for rows in range(1, 18):
+        got = product(x[:rows])
+        assert bool(((got.double() - want[:rows]).abs() <= error[:rows]).all()), f"{rows} rows"
+        assert all(torch.equal(got[i], alone[i]) for i in range(rows)), f"{rows} rows"
