@@ -99,7 +99,9 @@ def _plain(knobs: dict[str, Any]) -> dict[str, Any]:
 class LoadSettings:
     """What `outrider.load` takes beyond models and drafters.
 
-    depth, width: of every drafter; budget: most nodes a step (0: no limit). rows: requests that run together. context:
+    depth, width: of every drafter, always; depth None lets the controller decide at every step. budget: most nodes a
+    step (0: no limit). objective: "latency", "energy", or a number from 0 to 1 between them. slowdown_limit: how much
+    slower than plain decoding a request may become. predictor: of acceptance, one of control.predict.LADDER. rows: requests that run together. context:
     tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
     of torch, for the whole process. quantise: "int8" keeps the target's linear weights in 8-bit integers: another
@@ -109,9 +111,13 @@ class LoadSettings:
     device: str = "auto"
     dtype: str = "auto"
     rule: str | None = None
-    depth: int = 4
+    depth: int | None = None
     width: int = 1
     budget: int = 0
+    objective: str | float = "latency"
+    slowdown_limit: float = 0.05
+    predictor: str = "logistic"
+    profile: str = "auto"
     rows: int = 4
     context: int | None = None
     chunk: int = 512
@@ -131,6 +137,8 @@ def load_settings(**given: Any) -> LoadSettings:
     _must(s.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype={s.dtype!r} is not known", "auto, float32, bfloat16 or float16")
     for name, low in (("depth", 0), ("width", 1), ("budget", 0), ("rows", 1), ("chunk", 1)):
         value = getattr(s, name)
+        if name == "depth" and value is None:
+            continue
         _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
     _must(s.quantise in (None, "int8"), f"quantise={s.quantise!r} is not known", "int8, or leaving it out")

@@ -71,7 +71,7 @@ class Predictor(Protocol):
 
     def predict(self, drafter: str, depth: int, score: float, history: int) -> float: ...
 
-    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float) -> None: ...
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None: ...
 
 
 class Controller(Protocol):
@@ -84,7 +84,7 @@ class Controller(Protocol):
         """The places that drafter `name` is to extend now: roots before it starts, its latest nodes from then on."""
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
-        """The nodes to verify (ascending, closed under parents; None: all), and why. Asked only where pruning is lawful."""
+        """The nodes to verify (ascending, closed under parents; None: all), and why. Not heeded where pruning is unlawful."""
 
     def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Called after every step."""

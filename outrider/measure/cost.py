@@ -1,7 +1,20 @@
-"""What speculation should cost and bring: the closed forms of Leviathan et al. (2211.17192).
+"""What a step costs: the closed forms of Leviathan et al. (2211.17192), and tables of what was measured here.
 
 alpha: acceptance rate of one token; gamma: drafted tokens a step; c: time of a draft step over a target step.
+A table has a *curve* per situation, seconds by number of nodes or levels. Curves are read relative to the machine's
+present `pace`, so that a machine that is slow for a minute changes no decision. Knows nothing of models.
 """
+
+import itertools
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+DEEPEST = 32  # nodes or levels that curves reach
+SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
+CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
+PACE = 0.05  # weight of one step in the machine's present pace
+TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
+FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -22,3 +35,144 @@ def operations(alpha: float, gamma: int, c_ops: float) -> float:
 def best_depth(alpha: float, c: float, limit: int = 64) -> int:
     """The gamma <= limit with the largest speed-up; 0 when drafting does not pay."""
     return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))
+
+
+class Situation(NamedTuple):
+    """What a step's cost hangs on besides its draft: what serves the target, rows together (to a power of two), context
+    (likewise, from 512 on), and whether any row is sampled."""
+
+    tier: str
+    rows: int
+    context: int
+    sampled: bool
+
+
+def situation(tier: str, rows: int, context: int, sampled: bool) -> Situation:
+    """The bucket that these belong to."""
+    return Situation(tier, 1 << (rows - 1).bit_length(), max(512, 1 << (context - 1).bit_length()), sampled)
+
+
+@dataclass(slots=True)
+class Curve:
+    """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are
+    (cliffs stay), between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
+
+    start: float
+    slope: float
+    seen: dict[int, list[float]] = field(default_factory=dict)
+    spread: float = 1.5  # of observations over expectations, 99th percentile
+    line: list[float] = field(default_factory=list)
+    shape: list[float] = field(default_factory=list)  # the line over its value at 0
+    stale: int = 0
+
+    def __post_init__(self) -> None:
+        self.draw()
+
+    def add(self, n: int, value: float) -> None:
+        """Take in one observation."""
+        count, mean = self.seen.get(n) or (0.0, self.line[n])
+        self.spread += 0.02 * self.spread * (0.99 if value > self.spread * mean else -0.01)
+        clipped = min(max(value, mean / CLIP), mean * CLIP)
+        self.seen[n] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)]
+        self.stale += 1
+        if count < 8 or self.stale >= 16:
+            self.draw()
+
+    def draw(self) -> None:
+        """The line through what was seen."""
+        known = sorted(self.seen)
+        points = [(n, self.seen[n][1]) for n in known] or [(0, self.start)]
+        first, last = points[0], points[-1]
+        line = [max(first[1] - self.slope * (first[0] - k), 0.1 * first[1]) for k in range(first[0])]
+        for (a, x), (b, y) in itertools.pairwise(points):
+            line += [x + (y - x) * (k - a) / (b - a) for k in range(a, b)]
+        line += [last[1] + self.slope * (k - last[0]) for k in range(last[0], DEEPEST + 1)]
+        self.line, self.stale = line, 0
+        self.shape = [x / line[0] for x in line] if line[0] else line
+
+
+class Costs:
+    """Seconds of all that a step is made of, by situation: `verify`, all of a step but its drafting, by nodes verified
+    a row; `draft`, by drafter and levels; `catch_up`, a drafter's seconds per token that it has not read yet.
+
+    All are kept at pace 1; `pace` says how slow the machine is now beside that. `assumed`: a drafter's level over a
+    plain step until it is measured.
+    """
+
+    def __init__(self, assumed: dict[str, float]) -> None:
+        self.assumed = assumed
+        self.verify: dict[Situation, Curve] = {}
+        self.draft: dict[tuple[str, Situation], Curve] = {}
+        self.catch_up: dict[str, float] = {}
+        self.pace = 1.0
+        self.plains: dict[Situation, int] = {}
+
+    def verifying(self, at: Situation) -> Curve | None:
+        """The curve of a situation; one never met begins as its nearest relative's; None where there is none."""
+        if at not in self.verify:
+            near = _nearest(at, [s for s in self.verify if s.tier == at.tier])
+            if near is None:
+                return None
+            self.verify[at] = _copy(self.verify[near])
+        return self.verify[at]
+
+    def drafting(self, name: str, at: Situation) -> Curve | None:
+        key = (name, at)
+        if key not in self.draft:
+            near = _nearest(at, [s for n, s in self.draft if n == name and s.tier == at.tier])
+            if near is not None:
+                self.draft[key] = _copy(self.draft[name, near])
+            elif (plain := self.verifying(at)) is not None:
+                step = self.assumed.get(name, 0.2) * plain.line[0]
+                self.draft[key] = Curve(0.0, step)
+            else:
+                return None
+        return self.draft[key]
+
+    def drafting_share(self, name: str, at: Situation, levels: int) -> float:
+        """So many levels of a drafter over a plain step."""
+        curve, plain = self.drafting(name, at), self.verifying(at)
+        return curve.line[levels] / plain.line[0] if curve and plain else self.assumed.get(name, 0.2) * levels
+
+    def verified(self, at: Situation, nodes: int, seconds: float) -> None:
+        """A step that verified `nodes` (most of any row) took `seconds` without its drafting."""
+        curve = self.verifying(at)
+        if curve is None:
+            curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
+        expected = curve.line[nodes]
+        self._keep_pace(seconds / expected)
+        curve.add(nodes, seconds / self.pace)
+        if nodes == 0:
+            self.plains[at] = self.plains.get(at, 0) + 1
+
+    def drafted(self, name: str, at: Situation, levels: int, seconds: float, behind: int) -> None:
+        """A drafter went `levels` deep in `seconds`, `behind` of its text unread before."""
+        curve = self.drafting(name, at)
+        if curve is None:
+            return
+        if behind <= FAR:
+            curve.add(levels, seconds / self.pace)
+            return
+        each = max(seconds / self.pace - curve.line[levels], 0.0) / behind
+        known = self.catch_up.get(name)
+        self.catch_up[name] = each if known is None else known + 0.2 * (min(each, CLIP * known) - known)
+
+    def catching_up(self, name: str, at: Situation, behind: int) -> float:
+        """Seconds before a drafter can begin, at pace 1."""
+        if behind <= FAR:
+            return 0.0
+        curve = self.drafting(name, at)
+        return behind * self.catch_up.get(name, 0.1 * curve.line[1] if curve else 0.0)
+
+    def _keep_pace(self, ratio: float) -> None:
+        self.pace *= 1 + PACE * (min(max(ratio / self.pace, 1 / CLIP), CLIP) - 1)
+
+
+def _copy(curve: Curve) -> Curve:
+    """A relative's curve as a first guess: what it saw counts as one observation."""
+    return Curve(curve.start, curve.slope, {n: [1.0, mean] for n, (_, mean) in curve.seen.items()}, curve.spread)
+
+
+def _nearest(at: Situation, known: list[Situation]) -> Situation | None:
+    """The most alike: the same kind of rows first, then the nearest context, then the nearest number of rows."""
+    return min(known, key=lambda s: (s.sampled != at.sampled, s.rows != at.rows, abs(s.rows - at.rows), abs(s.context - at.context)), default=None)

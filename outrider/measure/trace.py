@@ -5,9 +5,24 @@
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from outrider.core.types import StepRecord
+
+
+def verdicts(record: StepRecord) -> Iterator[tuple[int, bool]]:
+    """(node, was it what came out) for all that was drafted, verified or not, where its parent came out and the text
+    went on: so a step also grades who was not asked to be right."""
+    draft = record.draft
+    if draft is None:
+        return
+    right = [False] * len(draft)
+    for n, (parent, depth) in enumerate(zip(draft.parent, draft.depth, strict=True)):
+        out = record.tokens[draft.row[n]]
+        if depth <= len(out) and (parent < 0 or right[parent]):
+            right[n] = draft.token[n] == out[depth - 1]
+            yield n, right[n]
 
 
 def stats(records: list[StepRecord], request: str) -> dict[str, Any]:

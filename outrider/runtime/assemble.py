@@ -9,13 +9,15 @@ from typing import Any
 import psutil
 import torch
 
+from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.core.config import LoadSettings, load_settings, nearest
 from outrider.core.errors import OutriderError
-from outrider.core.sockets import Drafter
+from outrider.core.sockets import Controller, Drafter
 from outrider.core.types import TARGET, Plan
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import machine
+from outrider.measure.cost import Costs
 from outrider.models import load as models
 from outrider.models.vocab import check_pair
 from outrider.runtime.door import Runtime
@@ -62,8 +64,26 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
     if s.strict:
         model.pin()
-    shape = Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget)
-    return Runtime(Engine(model, parts, fixed(shape), s.rows, s.strict), tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
+    engine = Engine(model, parts, _controller(model, parts, s), s.rows, s.strict)
+    return Runtime(engine, tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
+
+
+def _controller(target: Any, parts: dict[str, Drafter], s: LoadSettings) -> Controller:
+    """What the settings ask for: the same plan at every step, or a decision at each."""
+    if s.depth is not None or not parts:
+        return fixed(Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget))
+    size = max(target.spec.weight_bytes, 1)
+    assumed = {name: _assumed(part, size) for name, part in parts.items()}
+    bits = {name: 1 << i for i, name in enumerate(parts)}
+    cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
+    return Adaptive(cheapest, Costs(assumed), lambda: target.meter.tier, slowdown=s.slowdown_limit, kind=s.predictor)
+
+
+def _assumed(part: Drafter, target_bytes: int) -> float:
+    """A level of a drafter over a plain step, until it is measured: by the weights that it reads."""
+    if not isinstance(part, ModelDrafter):
+        return 0.05
+    return 0.1 + part.model.spec.weight_bytes / target_bytes
 
 
 def _wait(made: list[Any]) -> None:

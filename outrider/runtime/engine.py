@@ -147,12 +147,12 @@ class Engine:
         """(what of the draft is verified, the old names of its nodes, why). A sampled node under `exact` is never
         forgotten. A strict step scores one chain a row: siblings would lie in slots that are not their positions."""
         everything = list(range(len(draft)))
+        chosen, reason = self.controller.fill(seqs, draft, reason)
         if not draft.token or any(kind != POINT for kind in draft.kind):
             return draft, everything, reason
         keep = tree.chain(draft) if self.strict else everything
         if plan.budget:
             keep = sorted(set(keep) & set(tree.heaviest(draft, plan.budget)))
-        chosen, reason = self.controller.fill(seqs, draft, reason)
         if chosen is not None:
             keep = [n for n in chosen if n in set(keep)]
         return (draft, everything, reason) if len(keep) == len(draft) else (tree.select(draft, keep), keep, reason)

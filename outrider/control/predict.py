@@ -1,0 +1,223 @@
+"""How likely is a drafted node to be accepted, given that its parent was? A ladder of predictors, as for branches.
+
+All see the same: which drafter, how deep, the drafter's own estimate (`score`), the row's last verdicts (`history`,
+latest in the lowest bit). All are a few thousand numbers that a profile keeps. Knows nothing of costs or models.
+"""
+
+import math
+from typing import Any
+
+from outrider.core.config import nearest
+
+LEVELS = 16  # depths told apart; deeper ones count as the deepest
+HALVE = 1000  # observations after which a counter forgets half
+FLOOR, CEILING = 0.005, 0.995
+
+
+def logit(p: float) -> float:
+    p = min(max(p, FLOOR), CEILING)
+    return math.log(p / (1 - p))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-min(max(x, -30.0), 30.0)))
+
+
+def bucket(score: float) -> int:
+    """0..7: steps of one in the log-odds of a score, from an even chance on."""
+    return min(max(int(logit(score) + 1.5), 0), 7)
+
+
+class Counters:
+    """Shares of successes by key, each beginning as `prior` worth two observations."""
+
+    def __init__(self, known: dict[str, list[float]] | None = None) -> None:
+        self.cells: dict[str, list[float]] = known or {}
+
+    def share(self, key: str, prior: float) -> float:
+        cell = self.cells.get(key)
+        return prior if cell is None else (cell[1] + 2 * prior) / (cell[0] + 2)
+
+    def count(self, key: str, verdict: float, weight: float = 1.0) -> None:
+        cell = self.cells.setdefault(key, [0.0, 0.0])
+        cell[0] += weight
+        cell[1] += weight * verdict
+        if cell[0] >= HALVE:
+            cell[:] = [cell[0] / 2, cell[1] / 2]
+
+
+class Static:
+    """The drafter's own estimate."""
+
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
+        return min(max(score, FLOOR), CEILING)
+
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+class Bimodal:
+    """A counter per drafter and depth."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.counters = Counters((state or {}).get("cells"))
+
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
+        return min(max(self.counters.share(f"{drafter} {min(depth, LEVELS)}", 0.5), FLOOR), CEILING)
+
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
+        self.counters.count(f"{drafter} {min(depth, LEVELS)}", verdict, weight)
+
+    def state(self) -> dict[str, Any]:
+        return {"cells": self.counters.cells}
+
+
+class GShare:
+    """A counter per drafter, depth and the row's last eight verdicts, hashed into a table of fixed size."""
+
+    SIZE = 1024
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.counters = Counters((state or {}).get("cells"))
+
+    def _key(self, drafter: str, depth: int, history: int) -> str:
+        place = ((history & 255) << 4 ^ min(depth, LEVELS) ^ sum(drafter.encode()) * 37) % self.SIZE
+        return f"{place:x}"
+
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
+        return min(max(self.counters.share(self._key(drafter, depth, history), 0.5), FLOOR), CEILING)
+
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
+        self.counters.count(self._key(drafter, depth, history), verdict, weight)
+
+    def state(self) -> dict[str, Any]:
+        return {"cells": self.counters.cells}
+
+
+class Logistic:
+    """A perceptron with a soft threshold: log-odds linear in the score's log-odds, the depth and the last verdicts,
+    learned at every verdict with steps that shrink by feature (AdaGrad). The score never counts against a node."""
+
+    RATE = 0.25
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.weights: dict[str, list[float]] = (state or {}).get("weights", {})
+        self.squares: dict[str, list[float]] = (state or {}).get("squares", {})
+
+    @staticmethod
+    def _features(depth: int, score: float, history: int) -> tuple[float, ...]:
+        recent = (history & 15).bit_count()
+        return (1.0, 0.5 * logit(score), 0.25 * min(depth, LEVELS), 0.5 * (recent - 2), 1.0 if history & 1 else 0.0, 1.0 if score >= CEILING else 0.0)
+
+    def _known(self, drafter: str) -> list[float]:
+        weights = self.weights.get(drafter)
+        if weights is None:
+            weights = self.weights[drafter] = [0.0, 1.6, 0.0, 0.0, 0.0, 0.0]
+            self.squares[drafter] = [1.0] * len(weights)
+        return weights
+
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
+        x = self._features(depth, score, history)
+        w = self._known(drafter)
+        return min(max(sigmoid(w[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4] + w[5] * x[5]), FLOOR), CEILING)
+
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
+        error = weight * (verdict - self.predict(drafter, depth, score, history))
+        weights, squares = self.weights[drafter], self.squares[drafter]
+        for i, x in enumerate(self._features(depth, score, history)):
+            gradient = error * x
+            squares[i] = squares[i] * 0.9995 + gradient * gradient
+            weights[i] += self.RATE * gradient / math.sqrt(squares[i])
+        weights[1] = max(weights[1], 0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {"weights": self.weights, "squares": self.squares}
+
+
+class Tage:
+    """Tagged tables of geometric history lengths over a base table (Seznec & Michaud, JILP 2006). The longest history whose
+    tag fits and that has been seen often enough answers; a logistic corrects it where it has more to say.
+
+    The base tells drafters, depths and scores apart; the tables, these and the last 2, 4, 8 or 16 verdicts.
+    """
+
+    LENGTHS, SIZE, TAGS, CONFIDENT = (2, 4, 8, 16), 256, 1 << 10, 6
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        state = state or {}
+        self.base = Counters(state.get("base"))
+        self.tables: list[dict[str, list[float]]] = state.get("tables") or [{} for _ in self.LENGTHS]  # place -> tag, count, successes, useful
+        self.corrector = Logistic(state.get("corrector"))
+        self.hits = [0] * len(self.LENGTHS)
+
+    @staticmethod
+    def _where(drafter: str, depth: int, score: float) -> str:
+        return f"{drafter} {min(depth, LEVELS)} {bucket(score)}"
+
+    def _slots(self, key: str, history: int) -> list[tuple[str, int]]:
+        """Place and tag in each table."""
+        own = sum(ord(c) * 31**i for i, c in enumerate(key[-6:])) + len(key)
+        out = []
+        for length in self.LENGTHS:
+            mixed = (own * 0x9E3779B1 ^ (history & ((1 << length) - 1)) * 0x85EBCA6B ^ length * 0xC2B2AE35) & 0xFFFFFFFF
+            out.append((f"{mixed % self.SIZE:x}", mixed >> 16 & (self.TAGS - 1)))
+        return out
+
+    def _answer(self, key: str, history: int) -> tuple[float, int]:
+        """The probability, and the table it came from (-1: the base)."""
+        slots = self._slots(key, history)
+        for i in range(len(self.LENGTHS) - 1, -1, -1):
+            cell = self.tables[i].get(slots[i][0])
+            if cell is not None and cell[0] == slots[i][1] and cell[1] >= self.CONFIDENT:
+                return (cell[2] + 1) / (cell[1] + 2), i
+        return self.base.share(key, 0.5), -1
+
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
+        key = self._where(drafter, depth, score)
+        p, table = self._answer(key, history)
+        if table >= 0:
+            self.hits[table] += 1
+        own = self.corrector.predict(drafter, depth, score, history)
+        seen = self.base.cells.get(key, (0.0,))[0]
+        share = seen / (seen + 20) * 0.5  # how much the tables have to say beside the corrector
+        return sigmoid(share * logit(p) + (1 - share) * logit(own))
+
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
+        key = self._where(drafter, depth, score)
+        p, table = self._answer(key, history)
+        slots = self._slots(key, history)
+        for i, (place, tag) in enumerate(slots):
+            cell = self.tables[i].get(place)
+            if cell is not None and cell[0] == tag:
+                cell[1] += weight
+                cell[2] += weight * verdict
+                if cell[1] >= 64:
+                    cell[1:3] = [cell[1] / 2, cell[2] / 2]
+                if i == table:
+                    cell[3] += 1 if abs(verdict - p) < 0.5 else -1
+        if abs(verdict - p) > 0.5:  # a surprise: the next longer history gets a place, if what is there is of no use
+            for i in range(table + 1, len(self.LENGTHS)):
+                place, tag = slots[i]
+                cell = self.tables[i].get(place)
+                if cell is None or (cell[0] != tag and cell[3] <= 0):
+                    self.tables[i][place] = [tag, 1.0, verdict, 0.0]
+                    break
+                if cell[0] != tag:
+                    cell[3] -= 1
+        self.base.count(key, verdict, weight)
+        self.corrector.update(drafter, depth, score, history, verdict, weight)
+
+    def state(self) -> dict[str, Any]:
+        return {"base": self.base.cells, "tables": self.tables, "corrector": self.corrector.state()}
+
+
+LADDER: dict[str, Any] = {"static": Static, "bimodal": Bimodal, "gshare": GShare, "logistic": Logistic, "tage": Tage}
+
+
+def predictor(name: str, state: dict[str, Any] | None = None) -> Any:
+    """A predictor of the ladder, as it was when its state was kept."""
+    if name not in LADDER:
+        raise nearest(name, LADDER, "predictor")
+    return LADDER[name]() if name == "static" else LADDER[name](state)
