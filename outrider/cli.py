@@ -279,7 +279,7 @@ def _ask() -> str:
 
 
 Recipe = Annotated[Path, typer.Option(help="A TOML file such as recipes/reference-cpu.toml.")]
-Data = Annotated[Path, typer.Option(help="Folder that holds corpus/.")]
+Data = Annotated[Path, typer.Option(help="Folder that holds corpus/ and the recipe's target.path.")]
 Piece = Annotated[float, typer.Option(help="Stop after that many minutes; the same command goes on later.")]
 Work = Annotated[Path | None, typer.Option(help="Where streams, checkpoints and results go; default .train/RECIPE.")]
 
@@ -294,21 +294,24 @@ def _say(line: str) -> None:
 
 @train.command()
 def pretrain(recipe: Recipe, data: Data, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
-    """Tokenizer, token streams and the target."""
+    """Tokenizer, token streams and the target; of a target that exists (target.path), only its token streams."""
     from outrider.models.load import pick_device
     from outrider.train import corpus
+    from outrider.train.adopt import adopt
     from outrider.train.pretrain import pretrain as job
 
     settings, folder = _training(recipe, work)
-    shared = settings["shared"]
+    existing = settings["target"].get("path")
+    shared = adopt(data / existing, folder) if existing else settings["shared"]
     corpus.build(settings["corpus"], data, folder / "corpus", shared["vocab_size"], shared["max_position_embeddings"], _say)
-    job(settings, folder, str(pick_device(device)), _say, piece)
+    if not existing:
+        job(settings, folder, str(pick_device(device)), _say, piece)
 
 
 def _stage(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
     settings, folder = _training(recipe, work)
-    if not (folder / "target" / "model.safetensors").exists():
-        raise OutriderError(f"{folder} holds no trained target", "", f"outrider train pretrain --recipe {recipe} first")
+    if not (folder / "corpus/chars.json").exists() or not any((folder / "target").glob("*.safetensors")):
+        raise OutriderError(f"{folder} holds no target and token streams yet", "", f"outrider train pretrain --recipe {recipe} first")
     return settings, folder
 
 

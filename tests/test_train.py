@@ -1,16 +1,21 @@
 """The training pipeline end to end on a tiny recipe: it resumes, it survives a full disk, and plain transformers loads what it made."""
 
 import json
+import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import outrider
+from outrider import cli
+from outrider.bench import prompts
 from outrider.core.errors import OutriderError
 from outrider.reference import tasks
-from outrider.train import collect, corpus, fit, judge, pretrain
+from outrider.train import adopt, collect, corpus, fit, judge, pretrain
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 SECTION = {"minutes": 0.02, "muon": 0.02, "adamw": 0.004, "warmup": 0.1, "cooldown": 0.4, "phases": [{"until": 1.0, "rows": 2, "length": 64}]}
@@ -48,13 +53,58 @@ def test_whole_pipeline(work):
     fit.distill(RECIPE, work, "cpu", lines.append)
     judge.judge(RECIPE, work, "cpu", lines.append)
     table = json.loads((work / "judged.json").read_text())
-    assert 0 <= table["mean of six categories"]["agreement"] <= 1
+    assert 0 <= table["mean of 6 categories"]["agreement"] <= 1
     for part in ("target", "draft"):
         module = AutoModelForCausalLM.from_pretrained(work / part)
         tokenizer = AutoTokenizer.from_pretrained(work / part)
         assert module.dtype == torch.bfloat16 and len(tokenizer) == 400
         facts = json.loads((work / part / "training.json").read_text())
         assert facts["held_out"]["all"]["bits_per_char"] > 0
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["begin and chat template", "neither"])
+def test_a_draft_for_a_target_that_exists(tmp_path, monkeypatch, marked):
+    """It has the target's vocabulary, marker ids and context, and drafts for it. The target's folder is read only."""
+    target, work = tiny_folder(tmp_path / "theirs", bos=marked, chat=marked), tmp_path / "work"
+    before = {f.name: f.read_bytes() for f in target.iterdir()}
+    shared = adopt.adopt(target, work)
+    corpus.build(RECIPE["corpus"], tmp_path, work / "corpus", shared["vocab_size"], shared["max_position_embeddings"], print)
+    theirs = AutoTokenizer.from_pretrained(target)
+    text = theirs.decode(np.fromfile(work / "corpus/tasks.held.ids", corpus.ID))
+    assert "<|" not in text and ("<s>" in text, "</s>" in text) == (marked, not marked)
+    recipe = {k: v for k, v in RECIPE.items() if k not in ("shared", "pretrain")} | {"target": {"path": "theirs"}}
+    collect.collect(recipe, work, "cpu", print)
+    fit.distill(recipe, work, "cpu", print)
+    monkeypatch.setattr(prompts, "CATEGORIES", ("story", "tool_dialogue"))
+    judge.judge(recipe, work, "cpu", print)
+    assert ("tool_dialogue" in json.loads((work / "judged.json").read_text())) == marked
+    assert pretrain.common(AutoModelForCausalLM.from_pretrained(work / "draft").config) == shared
+    rt = outrider.load(target, [f"model:{work / 'draft'}"])
+    out = rt.generate("the quick", max_tokens=24)
+    assert out.stats["drafted"] > 0 and out.tokens == rt.generate("the quick", max_tokens=24, speculation="off").tokens
+    assert {f.name: f.read_bytes() for f in target.iterdir()} == before
+
+
+def test_a_target_that_does_not_exist_or_is_another_one_is_refused(tmp_path, monkeypatch, capsys):
+    recipe, work = tmp_path / "r.toml", tmp_path / "work"
+    recipe.write_text('corpus = {}\n[target]\npath = "weights/nobody"\n')
+    monkeypatch.setattr(sys, "argv", ["outrider", "train", "pretrain", "--recipe", str(recipe), "--data", str(tmp_path), "--work", str(work)])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    told = capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'weights/nobody'}" in told and "--data" in told
+    assert not work.exists()
+    adopt.adopt(tiny_folder(tmp_path / "one"), work)
+    adopt.adopt(tmp_path / "one", work)
+    with pytest.raises(OutriderError, match="begun with another target.*--work"):
+        adopt.adopt(tiny_folder(tmp_path / "two"), work)
+
+
+def test_distillation_beyond_the_targets_context_is_refused(tmp_path):
+    shared = adopt.adopt(tiny_folder(tmp_path / "theirs"), tmp_path / "work")
+    phases = [{"until": 1.0, "rows": 2, "length": shared["max_position_embeddings"] + 1}]
+    with pytest.raises(OutriderError, match="length = 257 .* context is 256"):
+        fit.distill({**RECIPE, "distill": {**SECTION, "phases": phases}}, tmp_path / "work", "cpu", print)
 
 
 def test_tokenizer_is_lossless_and_the_template_is_what_was_trained_on(work):

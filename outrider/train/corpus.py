@@ -1,4 +1,4 @@
-"""Corpora to token streams: reads sources, trains the tokenizer, writes one uint16 stream per domain and split.
+"""Corpora to token streams: reads sources, trains the tokenizer, writes one stream of ids per domain and split.
 
 A *domain* is a named stream with a sampling weight in the recipe. Held-out documents are chosen by a hash of their
 position and never enter training. Knows nothing of models.
@@ -12,14 +12,18 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from outrider.core.errors import OutriderError
+from outrider.models.load import load_tokenizer
 from outrider.reference import tasks
 
+ID = np.uint32  # of a token in a stream
 SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -156,7 +160,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def build(domains: dict[str, dict[str, float]], data: Path, folder: Path, vocab: int, context: int, progress: Callable[[str], None]) -> None:
-    """Write tokenizer/, {domain}.train.bin and {domain}.held.bin below `folder`. What is already there is kept."""
+    """Write tokenizer/, {domain}.train.ids and {domain}.held.ids below `folder`. What is already there, a tokenizer say, is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {n: d for n, d in domains.items() if d["weight"] > 0}
     texts = {n: read(n, data, int(d.get("max_chars", 1e12))) for n, d in wanted.items()}
@@ -165,13 +169,14 @@ def build(domains: dict[str, dict[str, float]], data: Path, folder: Path, vocab:
         progress("training the tokenizer")
         sample = (t[:20_000] for n in texts for t in _take(texts[n][0], 3_000_000))
         save_tokenizer(train_tokenizer(sample, vocab), saved.parent, context)
-    tokenizer = Tokenizer.from_file(str(saved))
+    tokenizer = load_tokenizer(saved.parent)
+    adapt = _dialect(tokenizer)
     for name, splits in texts.items():
         for split, documents in zip(("train", "held"), splits, strict=True):
-            target = folder / f"{name}.{split}.bin"
+            target = folder / f"{name}.{split}.ids"
             if not target.exists():
                 progress(f"tokenising {name} ({split})")
-                _write(tokenizer, documents, target)
+                _write(tokenizer.backend_tokenizer, [adapt(d) for d in documents], target)
     chars = {f"{n}.{s}": sum(map(len, t)) for n, p in texts.items() for s, t in zip(("train", "held"), p, strict=True)}
     (folder / "chars.json").write_text(json.dumps(chars, indent=1))
     digest = hashlib.sha256("".join(sorted(chars)).encode()).hexdigest()[:12]
@@ -186,20 +191,45 @@ def _take(documents: list[str], chars: int) -> Iterator[str]:
         yield text
 
 
+def _dialect(tokenizer: Any) -> Callable[[str], str]:
+    """How a document is put for a tokenizer of another house: a paragraph for a marker that it lacks, and its end token
+    between documents if it does not put a token before them."""
+    if not (lacking := [m for m in SPECIAL if m not in tokenizer.get_vocab()]):
+        return str
+    markers = re.compile("|".join(map(re.escape, lacking)))
+    end = "" if tokenizer("")["input_ids"] else tokenizer.eos_token or "\n\n"
+    return lambda text: markers.sub("\n", text).strip() + end
+
+
 def _write(tokenizer: Tokenizer, documents: list[str], target: Path) -> None:
     part = target.with_suffix(".part")
     with open(part, "wb") as out:
         for i in range(0, len(documents), 256):
             for encoding in tokenizer.encode_batch(documents[i : i + 256]):
-                out.write(np.asarray(encoding.ids, dtype=np.uint16).tobytes())
+                out.write(np.asarray(encoding.ids, dtype=ID).tobytes())
     part.rename(target)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Ids by which a stream shows its parts, one or none of each: what a document begins with, what an answer follows."""
+
+    begin: list[int]
+    assistant: list[int]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Marks":
+        """Those of the tokenizer that wrote the streams of `folder`."""
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
+        answer = tokenizer.token_to_id("<|assistant|>")
+        return cls(tokenizer.encode("").ids[:1], [] if answer is None else [answer])
 
 
 class Streams:
     """Random windows of the token streams of a folder, domains in the proportion of their weights."""
 
     def __init__(self, folder: Path, weights: dict[str, float], split: str, seed: int) -> None:
-        self.streams = {n: np.memmap(folder / f"{n}.{split}.bin", dtype=np.uint16, mode="r") for n, w in weights.items() if w > 0}
+        self.streams = {n: np.memmap(folder / f"{n}.{split}.ids", dtype=ID, mode="r") for n, w in weights.items() if w > 0}
         total = sum(weights[n] for n in self.streams)
         self.names = list(self.streams)
         self.shares = [weights[n] / total for n in self.names]

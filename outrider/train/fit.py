@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from outrider.train.corpus import Streams
-from outrider.train.pretrain import Schedule, export, held_out, new_model, train
+from outrider.core.errors import OutriderError
+from outrider.train.corpus import ID, Streams
+from outrider.train.pretrain import Schedule, common, export, held_out, new_model, train
 
 
 class Mixed(Streams):
@@ -25,7 +26,7 @@ class Mixed(Streams):
     def __init__(self, folder: Path, weights: dict[str, float], own: float, seed: int) -> None:
         super().__init__(folder, weights, "train", seed)
         self.own = own
-        self.written = np.memmap(folder / "own.train.bin", dtype=np.uint16, mode="r")
+        self.written = np.memmap(folder / "own.train.ids", dtype=ID, mode="r")
 
     def window(self, name: str, length: int) -> np.ndarray:
         if self.rng.random() >= self.own:
@@ -59,7 +60,10 @@ def distill(recipe: dict[str, Any], work: Path, device: str, progress: Callable[
     """Train the recipe's draft against work/target, `piece` minutes at most now; when it is done, export it to work/draft."""
     teacher: Any = AutoModelForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16)
     teacher = teacher.to(device).eval().requires_grad_(False)
-    student = new_model(recipe["draft"], recipe["shared"], recipe["seed"] + 1).to(device, torch.bfloat16)
+    shared, longest = common(teacher.config), max(p["length"] for p in recipe["distill"]["phases"])
+    if longest > (limit := shared["max_position_embeddings"] or longest):
+        raise OutriderError(f"distill.phases has length = {longest} and the target's context is {limit}", "", f"length = {limit} or less")
+    student = new_model(recipe["draft"], shared, recipe["seed"] + 1).to(device, torch.bfloat16)
     weights = {n: d["weight"] for n, d in recipe["corpus"].items()}
     streams = Mixed(work / "corpus", weights, recipe["distill"]["own"], recipe["seed"] + 1)
     if not train(student, Schedule.of(recipe["distill"]), streams, distil_loss(teacher), work / "draft.ckpt", progress, piece):

@@ -51,10 +51,16 @@ class Schedule:
 
 
 def new_model(shape: dict[str, Any], shared: dict[str, Any], seed: int) -> Any:
-    """A Llama with tied embeddings and random weights; ids 0, 1 and 6 are begin, end and padding."""
+    """A Llama with tied embeddings and random weights; unless `shared` says otherwise, ids 0, 1 and 6 are begin, end and padding."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**shape, **shared, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=6)
-    return LlamaForCausalLM(config)
+    ours = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 6}
+    return LlamaForCausalLM(LlamaConfig(**{**ours, **shape, **shared}, tie_word_embeddings=True))
+
+
+def common(config: Any) -> dict[str, Any]:
+    """What a draft has in common with the target of this config: its vocabulary, context and ids of begin, end and padding."""
+    names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(config.get_text_config(), name, None) for name in names}
 
 
 def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -155,9 +161,10 @@ def train(
 
 
 @torch.inference_mode()
-def held_out(model: nn.Module, streams: Streams, chars: dict[str, int], windows: int = 12, length: int = 1024) -> dict[str, dict[str, float]]:
+def held_out(model: Any, streams: Streams, chars: dict[str, int], windows: int = 12, length: int = 1024) -> dict[str, dict[str, float]]:
     """Loss in nats a token and bits a character for every domain's held-out stream, and their weighted mean."""
     device, table = next(model.parameters()).device, {}
+    length = min(length, model.config.max_position_embeddings)
     for name, stream in streams.streams.items():
         ids = torch.from_numpy(torch.stack([torch.from_numpy(streams.window(name, length)) for _ in range(windows)]).numpy()).to(device)
         nats = sum(float(next_token_loss(model, row[None])) for row in ids) / windows
