@@ -6,25 +6,26 @@ before a drafter that costs something starts, while it goes on, and before verif
 Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from outrider.control.guard import Ledger
-from outrider.control.hedge import Hedge
-from outrider.control.predict import Counters, bucket, predictor
+from outrider.control.predict import LEVELS
+from outrider.control.tables import Lesson, Page, Tables
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
-from outrider.measure.cost import DEEPEST, FAR, Costs, Curve, Situation, situation
+from outrider.measure.cost import DEEPEST, FAR, Situation, situation
 from outrider.measure.trace import verdicts
 
 MARGIN = 0.03  # a plan must promise that much more than plain decoding
 LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
-PATIENCE, REST = 8, 8  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
+PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that does not seem to pay, at first and at last; its levels
+EXPLORE, GIFT = 0.01, 10.0  # share of all steps, and plain steps before that, that such tries may cost
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 WARM, WHOLE = 32, 8  # the first drafts of a new pair are verified whole, to this depth
-UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
-LESSONS, REFRESH, SEEN = 3, 16, 15  # graded nodes a step that are learned from; steps between looks at the tables; verdicts told apart meanwhile
+LAG = 4  # steps whose verdicts are looked at together
+BATCH, EARLY = 16, 2  # steps that are learned from together; and of a new pair's first ones
+OFF = Plan()
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -35,75 +36,85 @@ class Row:
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)
-    rested: dict[str, int] = field(default_factory=dict)
+    vain: dict[str, int] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
     reach: int = WHOLE
 
 
 @dataclass(slots=True)
 class Step:
-    """The step under way. In plain steps: `verify`, what verification costs by nodes; `room`, what the guard lets it all
-    cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `read`: texts' lengths."""
+    """The step under way. In plain steps: `room`, what the guard lets it cost; `spent`, by drafters so far. `levels`: by
+    drafter. `survival`: of the draft's nodes. `best`: (nodes the draft had, nodes a row that were best, the score of that)."""
 
-    at: Situation
-    plain: float
-    verify: list[float]
+    page: Page
+    rows: list[Row]
     room: float
     spent: float = 0.0
     levels: dict[str, int] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
+    best: tuple[int, int, float] = (0, 0, 1.0)
     probing: bool = False
-    bad_case: float = 0.0
 
 
 class Adaptive:
-    """A Controller that learns from every step. `bits`: its drafters and their marks, the cheapest first; `tier()`: what
-    serves the target now; `energy`: a second table, of joules, that counts by `objective` (0 latency .. 1 energy)."""
+    """A Controller that learns from every step. `tables`: of its drafters, the cheapest first; `tier()`: what serves the
+    target now; `slowdown`: how much slower than plain decoding a request may become."""
 
-    def __init__(
-        self, bits: Mapping[str, int], costs: Costs, tier: Callable[[], str], *, slowdown: float = 0.05, kind: str = "tage",
-        objective: float = 0.0, energy: Costs | None = None, state: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        state = state or {}
-        self.bits, self.costs, self.tier, self.objective, self.energy = dict(bits), costs, tier, objective, energy
-        self.kind, self.predictor = kind, predictor(kind, state.get(kind))
-        self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before
-        self.hedge, self.ledger = Hedge(state.get("hedge")), Ledger(slowdown)
-        self.drafts = int(state.get("drafts", 0))
+    def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05) -> None:
+        self.tables, self.tier, self.ledger = tables, tier, Ledger(slowdown)
         self.rows: dict[str, Row] = {}
         self.plans: dict[tuple[tuple[str, ...], int], Plan] = {}
-        self.memo: dict[tuple[str, int, float, int], float] = {}  # predictions since the tables last changed much
         self.step: Step | None = None
         self.known: tuple[list[Sequence], Situation] | None = None
-        self.pending: tuple[list[Sequence], StepRecord, Step | None] | None = None
-        self.steps, self.since_plain = 0, 0
-        self.pause, self.due = dict.fromkeys(bits, PROBE), dict.fromkeys(bits, 0)
-
-    def state(self) -> dict[str, Any]:
-        """What a later process starts from."""
-        return {self.kind: self.predictor.state(), "next": self.next.cells, "hedge": self.hedge.state(), "drafts": self.drafts}
+        self.page: Page | None = None
+        self.last: tuple[list[Sequence], StepRecord] | None = None
+        self.slept: list[tuple[list[Sequence], StepRecord]] = []
+        self.asleep = 0
+        self.recent: list[tuple[list[Sequence], StepRecord, Situation]] = []
+        self.lessons: list[Lesson] = []
+        self.steps, self.since_plain, self.explored = 0, 0, 0.0
+        self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     # Before drafting.
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
-        if self.pending:
-            self.digest()
-        self.steps += 1
+        if self.last:
+            self._note(*self.last)
         self.step = None
-        names = [name for name in self.bits if self._awake(seqs, name)]
+        self.steps += 1
+        if self.asleep > 0 and self.known is not None and seqs == self.known[0]:
+            self.asleep -= 1
+            return OFF, "off:resting"
+        rows = [self._row(s) for s in seqs]
+        names = [name for name in self.tables.bits if _awake(seqs, rows, name)]
         if not names:
-            return Plan(), "off:request" if all(s.request.drafters == frozenset() for s in seqs) else "off:unpaid"
-        at = self._situation(seqs)
-        curve = self.costs.verifying(at)
-        if curve is None or self.costs.plains.get(at, FIRST) < FIRST or self.since_plain >= REMEASURE:
-            return Plan(), "probe:plain"
-        plain = curve.line[0] * self.costs.pace
-        room = self.ledger.left([s.request.id for s in seqs], plain) / plain / curve.spread
-        self.step = Step(at, plain, self._prices(at, curve), room)
-        if room < curve.shape[1] + self._drafting(at, names[0], 1):
-            self.step = None
-            return Plan(), "off:guard"
-        return self._plan(tuple(names), max([self._row(s).reach for s in seqs])), "off:no-guess"
+            return OFF, self._sleep(seqs, rows)
+        page = self._page(self._situation(seqs))
+        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
+            return OFF, "probe:plain"
+        room = self.ledger.left([s.request.id for s in seqs], page.plain) / (page.plain * page.spread)
+        if room < page.seconds[1] + page.drafting[names[0]][1]:
+            return OFF, "off:guard"
+        self.step = Step(page, rows, room)
+        key = tuple(names), max([row.reach for row in rows])
+        if key not in self.plans:
+            self.plans[key] = Plan(tuple((name, key[1], 1) for name in names))
+        return self.plans[key], "off:no-guess"
+
+    def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
+        """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
+        self._situation(seqs)
+        rests = [left for row in rows for left in row.rest.values() if left]
+        self.asleep = min(rests, default=REST)
+        for row in rows:
+            row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
+        return "off:resting" if rests else "off:request"
+
+    def _row(self, seq: Sequence) -> Row:
+        row = self.rows.get(seq.request.id)
+        if row is None:
+            row = self.rows[seq.request.id] = Row()
+        return row
 
     def _situation(self, seqs: list[Sequence]) -> Situation:
         """Looked at anew when the batch, the tier or the bucket of its longest text changes."""
@@ -114,44 +125,11 @@ class Adaptive:
             known = self.known = (list(seqs), situation(tier, len(seqs), longest, sampled))
         return known[1]
 
-    def _plan(self, names: tuple[str, ...], reach: int) -> Plan:
-        if (names, reach) not in self.plans:
-            self.plans[names, reach] = Plan(tuple((name, reach, 1) for name in names))
-        return self.plans[names, reach]
-
-    def _awake(self, seqs: list[Sequence], name: str) -> bool:
-        """Does any row let this drafter guess now? Those that rest come a step nearer to waking."""
-        awake = False
-        for seq in seqs:
-            if seq.request.drafters is None or name in seq.request.drafters:
-                row = self._row(seq)
-                if left := row.rest.get(name, 0):
-                    row.rest[name] = left - 1
-                else:
-                    awake = True
-        return awake
-
-    def _row(self, seq: Sequence) -> Row:
-        row = self.rows.get(seq.request.id)
-        if row is None:
-            row = self.rows[seq.request.id] = Row()
-        return row
-
-    # What things cost, in plain steps.
-
-    def _prices(self, at: Situation, curve: Curve) -> list[float]:
-        """Verification by nodes, by the objective."""
-        joules = self.energy.verifying(at) if self.energy is not None and self.objective else None
-        if joules is None:
-            return curve.shape
-        return [(1 - self.objective) * t + self.objective * e for t, e in zip(curve.shape, joules.shape, strict=True)]
-
-    def _drafting(self, at: Situation, name: str, levels: int) -> float:
-        """So many levels of a drafter, by the objective."""
-        price = self.costs.drafting_share(name, at, levels)
-        if self.energy is None or not self.objective:
-            return price
-        return (1 - self.objective) * price + self.objective * self.energy.drafting_share(name, at, levels)
+    def _page(self, at: Situation) -> Page | None:
+        if self.page is None or self.page.at != at:
+            self._digest()
+            self.page = self.tables.page(at)
+        return self.page
 
     # While drafting.
 
@@ -159,255 +137,250 @@ class Adaptive:
         step = self.step
         if step is None:
             return frontier
-        if name not in step.levels:
-            step.levels[name] = 0
-            asked = [p for p in frontier if not self._row(seqs[~p]).rest.get(name)]
-            if self._drafting(step.at, name, 1) > LOOK:
-                asked = asked if self._pays(seqs, name, draft) else []
-            going = asked
-        elif self._drafting(step.at, name, 1) <= LOOK and not step.probing:
+        drafting, level = step.page.drafting[name], step.levels.get(name)
+        if level is None:
+            level = step.levels[name] = 0
+            going = [p for p in frontier if not step.rows[~p].rest.get(name)]
+            if going and drafting[1] > LOOK and not self._pays(seqs, name, draft):
+                going = []
+        elif drafting[1] <= LOOK:
             going = []  # it has said all it had to say in one call
         else:
             going = self._deeper(seqs, name, draft, frontier)
         if going:
-            level = step.levels[name]
             step.levels[name] = level + 1
-            step.spent += self._drafting(step.at, name, level + 1) - self._drafting(step.at, name, level)
+            step.spent += drafting[level + 1] - drafting[level]
         return going
 
     def _pays(self, seqs: list[Sequence], name: str, draft: Draft) -> bool:
-        """Is a drafter that costs something worth starting, beside what is drafted already? Now and then it is tried anyway."""
+        """Is a drafter that costs something worth starting, beside what is drafted? Now and then it is tried anyway."""
         step = self.step
         assert step is not None
-        rows, have = len(seqs), self._best(seqs, draft)[1]
-        first = sum([self.next.share(f"{name} s {self._row(s).history & 3}", UNSEEN) for s in seqs])
-        after = self.next.share(f"{name} ?", UNSEEN)
-        best, most, gained = 0.0, 0, 0.0
-        for k in range(1, 9):
-            gained += first * after ** (k - 1)
-            score = (rows + gained) / rows / (step.spent + self._drafting(step.at, name, k) + step.verify[k])
-            if score > best:
-                best, most = score, k
-        wait = sum([self._waiting(s, name) for s in seqs])
-        bad = step.spent + wait + self._drafting(step.at, name, most) + step.verify[most]
-        if bad > step.room:
-            return False
-        best *= self._tilt(name, draft)
+        page, alone = step.page, [step.page.alone[name][row.history & 3] for row in step.rows]
+        best = sum([score for score, _ in alone]) / len(alone)
+        if self.steps < self.due[name]:
+            if best < 1 + MARGIN:
+                return self._later(name)
+            if draft.token and best < self._best(draft)[1]:
+                return False
+        have = max(self._best(draft)[1], 1.0) if draft.token else 1.0
+        most = max([k for _, k in alone])
+        wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
+        if step.spent + wait + page.drafting[name][most] + page.seconds[most] > step.room:
+            return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
-        worth = best >= max(have, 1.0) * (1 + MARGIN) and 2 * wait <= ahead * (1 / max(have, 1.0) - 1 / best)
-        if worth:
+        best *= self._tilt(name, draft)
+        if best >= have * (1 + MARGIN) and 2 * wait <= ahead * (1 / have - 1 / best):
             self.pause[name] = PROBE
-        elif self.steps >= self.due[name] and 2 * wait <= PROBED:
-            self.due[name] = self.steps + self.pause[name]
-            self.pause[name] = min(2 * self.pause[name], RARELY)
-            worth = step.probing = True
-        return worth
+            return True
+        return self._try_anyway(name, wait) or (draft.token == [] and self._later(name))
+
+    def _try_anyway(self, name: str, wait: float) -> bool:
+        """Is it time to see whether a drafter that does not seem to pay would?"""
+        step = self.step
+        assert step is not None
+        cost = wait + step.page.drafting[name][PROBED]
+        if self.steps >= self.due[name] and self.explored + cost <= GIFT + EXPLORE * self.steps:
+            self.explored += cost
+            self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], RARELY)
+            step.probing = True
+        return step.probing
+
+    def _later(self, name: str) -> bool:
+        """No, and nothing will change that before the tables are looked at again."""
+        assert self.step is not None
+        for row in self.step.rows:
+            row.rest[name] = BATCH
+        return False
 
     def _tilt(self, name: str, draft: Draft) -> float:
         """Drafters that were worth more lately than those that have guessed are believed a little more."""
-        others = [n for n, bit in self.bits.items() if n != name and any(s & bit for s in draft.source)]
-        if not others:
-            return 1.0
-        return 1.0 + 0.1 * (2 * self.hedge.shares([name, *others])[name] - 1)
+        others = [n for n, bit in self.tables.bits.items() if n != name and any(s & bit for s in draft.source)]
+        return 0.9 + 0.2 * self.tables.hedge.shares([name, *others])[name] if others else 1.0
 
-    def _waiting(self, seq: Sequence, name: str) -> float:
+    def _waiting(self, seq: Sequence, row: Row, name: str) -> float:
         """Plain steps that pass before a drafter has caught up with a text."""
-        step = self.step
-        assert step is not None
-        behind = len(seq.tokens) - self._row(seq).read.get(name, 0)
-        return self.costs.catching_up(name, step.at, behind) * self.costs.pace / step.plain if behind > FAR else 0.0
+        behind = len(seq.tokens) - row.read.get(name, 0)
+        if behind <= FAR:
+            return 0.0
+        page, costs = self.step.page, self.tables.costs  # type: ignore[union-attr]
+        return costs.catching_up(name, page.at, behind) * costs.pace / page.plain
 
     def _deeper(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         """Does any number of levels more pay? Looking one ahead would stop in front of every step and cliff of the costs."""
         step = self.step
         assert step is not None
+        page, level, rows = step.page, step.levels[name], len(seqs)
         frontier = [n for n in frontier if draft.score[n] >= seqs[draft.row[n]].request.limits.floor]
-        level = step.levels[name]
-        if not frontier or (step.probing and level >= PROBED) or level >= DEEPEST:
+        if not frontier or (step.probing and level >= PROBED):
             return []
-        survival, rows = self._survivals(seqs, draft), len(seqs)
-        have = rows + sum(survival)
-        nodes = max([draft.row.count(r) for r in range(rows)])
-        cost = step.spent + step.verify[min(nodes, DEEPEST)]
-        after, gained = self.next.share(f"{name} ?", UNSEEN), 0.0
-        reach = [survival[n] * self.next.share(f"{name} {bucket(draft.score[n])}", draft.score[n]) for n in frontier]
-        base = self._drafting(step.at, name, level)
-        for m in range(1, min(9, DEEPEST + 1 - max(level, nodes))):
-            gained += sum(reach) * after ** (m - 1)
-            then = step.spent + self._drafting(step.at, name, level + m) - base + step.verify[nodes + m]
+        survival = self._survivals(draft)
+        have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
+        cost = step.spent + page.verify[min(nodes, DEEPEST)]
+        reach = sum([survival[n] * self.tables.below(name, draft.score[n]) for n in frontier])
+        drafting, gained = page.drafting[name], 0.0
+        for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
+            gained += reach * page.after[name] ** (m - 1)
+            then = step.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
             if gained * cost > (then - cost) * have and then <= step.room:
                 return frontier
         return []
 
     # Before verification.
 
-    def _survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+    def _survivals(self, draft: Draft) -> list[float]:
         """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
         step = self.step
         assert step is not None
-        out = step.survival
+        out, page, chance, bits = step.survival, step.page, self.tables.chance, self.tables.bits.items()
+        alike, p = (0, -1.0), 0.0  # deep nodes of one source and one score are as likely as each other
         for n in range(len(out), len(draft)):
-            depth, score, history, source = draft.depth[n], draft.score[n], self._row(seqs[draft.row[n]]).history, draft.source[n]
-            p = max([self._predict(name, depth, score, history) for name, bit in self.bits.items() if source & bit])
+            depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
+            if depth <= LEVELS or (source, score) != alike:
+                history = step.rows[draft.row[n]].history
+                p = max([chance(page, name, depth, score, history) for name, bit in bits if source & bit])
+                alike = (source, score)
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
         return out
 
-    def _predict(self, name: str, depth: int, score: float, history: int) -> float:
-        key = (name, depth, score, history & SEEN)
-        p = self.memo.get(key)
-        if p is None:
-            p = self.memo[key] = self.predictor.predict(name, depth, score, history)
-        return p
-
-    def _best(self, seqs: list[Sequence], draft: Draft) -> tuple[int, float]:
+    def _best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""
         step = self.step
         assert step is not None
-        rows = len(seqs)
-        if not draft.token:
-            return 0, 1 / (step.spent + 1)
-        survival = self._survivals(seqs, draft)
-        lines = [sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)]
-        gained, best, at = 0.0, 1 / (step.spent + 1), 0
+        if step.best[0] == len(draft):
+            return step.best[1:]
+        rows, survival, verify = draft.rows, self._survivals(draft), step.page.verify
+        lines = [sorted(survival, reverse=True)] if rows == 1 else [
+            sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)
+        ]  # fmt: skip
+        gained, best, at = float(rows), 1 / (step.spent + 1), 0
         least = best * (1 + MARGIN)
         for n in range(1, min(max(map(len, lines)), DEEPEST) + 1):
-            gained += sum([line[n - 1] for line in lines if len(line) >= n])
-            cost = step.spent + step.verify[n]
-            if cost > step.room:
-                break
-            score = (rows + gained) / rows / cost
+            for line in lines:
+                if len(line) >= n:
+                    gained += line[n - 1]
+            score = gained / rows / (step.spent + verify[n])
             if score > best and score >= least:
                 best, at = score, n
+        step.best = len(draft), at, best
         return at, best
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         step = self.step
-        if step is None or not draft.token:
-            return None, "off:unpaid" if step is not None and self._declined() else reason
+        if step is None:
+            return None, reason
+        if not draft.token:
+            return None, reason if all(step.levels.values()) else "off:unpaid"
         if any(kind != POINT for kind in draft.kind):
             return None, "depth:drawn"
-        most, _score = self._best(seqs, draft)
-        longest = max([draft.row.count(r) for r in range(len(seqs))])
+        most, why = self._most(draft)
+        if most >= max([draft.row.count(r) for r in range(draft.rows)]):
+            kept = list(range(len(draft)))
+        else:
+            left, kept = [most] * draft.rows, []
+            for n in sorted(range(len(draft)), key=lambda n: -step.survival[n]):
+                if left[draft.row[n]]:
+                    left[draft.row[n]] -= 1
+                    kept.append(n)
+            kept.sort()
+        few = {r for r, s in enumerate(seqs) if s.request.limits.least > sum([draft.row[n] == r for n in kept])}
+        if few:
+            kept, why = [n for n in kept if draft.row[n] not in few], why if len(few) < draft.rows else "off:least"
+        return kept, why
+
+    def _most(self, draft: Draft) -> tuple[int, str]:
+        """Nodes a row to verify, and why."""
+        step = self.step
+        assert step is not None
+        most, _ = self._best(draft)
+        longest = max([draft.row.count(r) for r in range(draft.rows)])
+        why = "off:unpaid" if most == 0 else "depth:all" if most >= longest else "depth:trimmed"
         if step.probing and most < PROBED:
             most, why = PROBED, "probe:drafter"
-        elif self.drafts < WARM and most < min(longest, WHOLE):
+        elif self.tables.drafts < WARM and most < min(longest, WHOLE):
             most, why = WHOLE, "probe:whole"
-        elif most == 0:
-            return [], "off:unpaid" if step.spent + step.verify[1] <= step.room else "off:guard"
-        else:
-            why = "depth:all" if most >= longest else "depth:trimmed"
-        while most and step.spent + step.verify[min(most, DEEPEST)] > step.room:
-            most, why = most - 1, "depth:guard"
-        if most >= longest:
-            return self._asked_for(seqs, draft, None, why)
-        weight, left, kept = step.survival, [most] * len(seqs), []
-        for n in sorted(range(len(draft)), key=lambda n: -weight[n]):
-            if left[draft.row[n]]:
-                left[draft.row[n]] -= 1
-                kept.append(n)
-        return self._asked_for(seqs, draft, sorted(kept), why)
-
-    @staticmethod
-    def _asked_for(seqs: list[Sequence], draft: Draft, kept: list[int] | None, why: str) -> tuple[list[int] | None, str]:
-        """Rows that would verify fewer nodes than their request wants verify none."""
-        if not any(s.request.limits.least for s in seqs):
-            return kept, why
-        kept = list(range(len(draft))) if kept is None else kept
-        few = {r for r, s in enumerate(seqs) if sum([draft.row[n] == r for n in kept]) < s.request.limits.least}
-        return [n for n in kept if draft.row[n] not in few], "off:least" if len(few) == len(seqs) else why
-
-    def _declined(self) -> bool:
-        """Did a drafter that could have guessed not start?"""
-        return self.step is not None and not all(self.step.levels.values())
+        most = min(most, longest, DEEPEST)
+        while most and step.spent + step.page.seconds[most] > step.room:
+            most, why = most - 1, "depth:guard" if most > 1 else "off:guard"
+        return most, why
 
     # After the step.
 
     def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
-        """Only noted: it is taken in at the next step, whose time counts it."""
-        self.pending = (list(seqs), record, self.step)
+        """Only kept: it is looked at in the next step, whose time counts it."""
+        self.last = (seqs, record)
 
     def end(self, seq: Sequence) -> None:
-        self.digest()
+        if self.last:
+            self._note(*self.last)
+        self._look_back()
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
 
-    def digest(self) -> None:
-        """Take in the last step: what it cost, who was right, what is left to spend."""
-        if self.pending is None:
+    def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
+        """Pay for the last step. The rest can wait: verdicts LAG steps, tables BATCH steps."""
+        self.last, step = None, self.step
+        if self.asleep and not record.levels and self.page is not None:  # settled on waking
+            self.slept.append((seqs, record))
             return
-        (seqs, record, step), self.pending = self.pending, None
-        at = step.at if step else self._situation(seqs)
-        self._learn_costs(seqs, record, at)
-        curve = self.costs.verifying(at)
-        assert curve is not None
-        plain, spent = curve.line[0] * self.costs.pace, record.reading.seconds - record.seconds.get("prefill", 0.0)
-        bad_case = step.room * plain * curve.spread if step and any(record.drafted) else None
-        for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, plain, tokens, spent, bad_case)
-        self.since_plain = 0 if not record.levels else self.since_plain + 1
-        if record.draft is not None and record.levels:
-            self._learn_verdicts(seqs, record, step)
+        for waited in self.slept:
+            self._charge(*waited, None)
+        self.slept = []
+        self._charge(seqs, record, step)
+        self.since_plain = self.since_plain + 1 if record.levels else 0
+        self.recent.append((seqs, record, step.page.at if step else self._situation(seqs)))
+        if len(self.recent) >= LAG or self.page is None or self.steps < WARM:
+            self._look_back()
 
-    def _learn_costs(self, seqs: list[Sequence], record: StepRecord, at: Situation) -> None:
-        drafting = 0.0
-        for name, levels in record.levels.items():
-            took = record.seconds.get(f"draft {name}", 0.0)
-            drafting += took
+    def _look_back(self) -> None:
+        """Verdicts, rests and reaches of the steps since the last look; now and then all of them become lessons."""
+        if not self.recent:
+            return
+        for seqs, record, at in self.recent:
             rows = [self._row(s) for s in seqs]
-            behind = max([c - r.read.get(name, 0) for c, r in zip(record.context, rows, strict=True)])
-            for seq, row in zip(seqs, rows, strict=True):
-                row.read[name] = len(seq.tokens)
-            if at in self.costs.verify:
-                self.costs.drafted(name, at, min(levels, DEEPEST), took, behind if len(seqs) == 1 else 0)
-        nodes = min(max(record.drafted), DEEPEST)
-        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting)
+            behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
+            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind))
+            if behind:
+                self._verdicts(rows, record)
+        self.recent = []
+        if self.page is None or len(self.lessons) >= (BATCH if self.steps > WARM else EARLY):
+            self._digest()
+            self.page = self.tables.page(at)
 
-    def _learn_verdicts(self, seqs: list[Sequence], record: StepRecord, step: Step | None) -> None:
-        draft = record.draft
-        assert draft is not None
-        self.drafts += bool(draft.token)
-        graded = list(verdicts(record))
-        stride = -(-len(graded) // LESSONS)
-        if self.steps % REFRESH == 0:
-            self.memo.clear()
-        right = dict.fromkeys(record.levels, 0)
-        for i, (n, verdict) in enumerate(graded):
-            row = self._row(seqs[draft.row[n]])
-            for name, bit in self.bits.items():
-                if draft.source[n] & bit:
-                    right[name] = right.get(name, 0) + verdict
-                    if (i + self.steps) % stride == 0:
-                        self._lesson(name, draft, n, row.history, verdict, stride)
+    def _verdicts(self, rows: list[Row], record: StepRecord) -> None:
+        for n, verdict in verdicts(record):
+            row = rows[record.draft.row[n]]  # type: ignore[union-attr]
             row.history = (row.history << 1 | verdict) & 0xFFFF
-        for r, seq in enumerate(seqs):
-            row, kept = self._row(seq), record.drafted[r]
-            row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else max(min(row.reach, kept + WHOLE), WHOLE)
-        if step is None:
+        for r, row in enumerate(rows):
+            kept = record.drafted[r]
+            row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE + min(row.reach - WHOLE, kept)
+            for name in record.levels:
+                row.read[name] = record.context[r] + record.emitted[r]
+                vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
+                if vain >= PATIENCE:
+                    row.rest[name] = min(vain // PATIENCE, REST)
+
+    def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None) -> None:
+        page = self.page
+        if page is None:
             return
-        gains = {}
-        for name in record.levels:
-            found = [draft.row[n] for n in range(len(draft)) if draft.source[n] & self.bits[name]]
-            width = max([found.count(r) for r in set(found)], default=0)
-            if width:
-                cost = self._drafting(step.at, name, step.levels.get(name, 1)) + step.verify[min(width, DEEPEST)]
-                gains[name] = (1 + right[name] / len(seqs)) / cost - 1
-            self._rest(seqs, name, bool(width and any(record.drafted)))
-        self.hedge.grade(gains)
+        spent = record.reading.seconds - record.seconds.get("prefill", 0.0)
+        bad_case = step.room * page.plain * page.spread if step is not None and any(record.drafted) else None
+        for seq, tokens in zip(seqs, record.emitted, strict=True):
+            self.ledger.charge(seq.request.id, page.plain, tokens, spent, bad_case)
 
-    def _lesson(self, name: str, draft: Draft, n: int, history: int, verdict: bool, weight: int) -> None:
-        """One graded node, standing for `weight` of them."""
-        parent = draft.parent[n]
-        self.predictor.update(name, draft.depth[n], draft.score[n], history, verdict, weight)
-        if parent < 0:
-            self.next.count(f"{name} s {history & 3}", verdict, weight)
-        else:
-            self.next.count(f"{name} {bucket(draft.score[parent])}", verdict, weight)
-            self.next.count(f"{name} ?", verdict, weight)
+    def _digest(self) -> None:
+        self.tables.take_in(self.lessons)
+        self.lessons = []
 
-    def _rest(self, seqs: list[Sequence], name: str, paid: bool) -> None:
-        """A drafter that found nothing that paid rests a little, longer each time; one that did is awake at once."""
-        for seq in seqs:
-            row = self._row(seq)
-            vain = row.rested[name] = 0 if paid else row.rested.get(name, 0) + 1
-            if vain >= PATIENCE:
-                row.rest[name] = min(vain // PATIENCE, REST)
+
+def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
+    """Does any row let this drafter guess now? Those that rest come a step nearer to waking."""
+    awake = False
+    for seq, row in zip(seqs, rows, strict=True):
+        if seq.request.drafters is None or name in seq.request.drafters:
+            if left := row.rest.get(name, 0):
+                row.rest[name] = left - 1
+            else:
+                awake = True
+    return awake

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.core.config import nearest
 
-LEVELS = 16  # depths told apart; deeper ones count as the deepest
+LEVELS = 4  # depths told apart; deeper ones count as the deepest
 HALVE = 1000  # observations after which a counter forgets half
 FLOOR, CEILING = 0.005, 0.995
 

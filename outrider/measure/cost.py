@@ -63,7 +63,7 @@ class Curve:
     spread: float = 1.5  # of observations over expectations, 99th percentile
     line: list[float] = field(default_factory=list)
     shape: list[float] = field(default_factory=list)  # the line over its value at 0
-    stale: int = 0
+    stale: bool = False
 
     def __post_init__(self) -> None:
         self.draw()
@@ -74,12 +74,15 @@ class Curve:
         self.spread += 0.02 * self.spread * (0.99 if value > self.spread * mean else -0.01)
         clipped = min(max(value, mean / CLIP), mean * CLIP)
         self.seen[n] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)]
-        self.stale += 1
-        if count < 8 or self.stale >= 16:
+        self.stale = True
+
+    def drawn(self) -> "Curve":
+        """Itself, with its line through all that was seen."""
+        if self.stale:
             self.draw()
+        return self
 
     def draw(self) -> None:
-        """The line through what was seen."""
         known = sorted(self.seen)
         points = [(n, self.seen[n][1]) for n in known] or [(0, self.start)]
         first, last = points[0], points[-1]
@@ -87,7 +90,7 @@ class Curve:
         for (a, x), (b, y) in itertools.pairwise(points):
             line += [x + (y - x) * (k - a) / (b - a) for k in range(a, b)]
         line += [last[1] + self.slope * (k - last[0]) for k in range(last[0], DEEPEST + 1)]
-        self.line, self.stale = line, 0
+        self.line, self.stale = line, False
         self.shape = [x / line[0] for x in line] if line[0] else line
 
 

@@ -11,6 +11,7 @@ import torch
 
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
+from outrider.control.tables import Tables
 from outrider.core.config import LoadSettings, load_settings, nearest
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Controller, Drafter
@@ -76,7 +77,7 @@ def _controller(target: Any, parts: dict[str, Drafter], s: LoadSettings) -> Cont
     assumed = {name: _assumed(part, size) for name, part in parts.items()}
     bits = {name: 1 << i for i, name in enumerate(parts)}
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
-    return Adaptive(cheapest, Costs(assumed), lambda: target.meter.tier, slowdown=s.slowdown_limit, kind=s.predictor)
+    return Adaptive(Tables(cheapest, Costs(assumed), s.predictor), lambda: target.meter.tier, s.slowdown_limit)
 
 
 def _assumed(part: Drafter, target_bytes: int) -> float:

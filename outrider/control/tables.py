@@ -1,0 +1,181 @@
+"""What the scheduler has learned of a pair: what steps cost, and who is right how often. Records go in, a page of prices
+and chances for the present situation comes out.
+
+Records are taken in a handful at a time: the work is the same, and code that has just run runs several times faster.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from outrider.control.hedge import Hedge
+from outrider.control.predict import Counters, bucket, predictor
+from outrider.core.types import Draft, StepRecord
+from outrider.measure.cost import DEEPEST, Costs, Situation
+from outrider.measure.trace import verdicts
+
+UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
+LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
+LOOKED = 8  # depths weighed before a drafter starts
+YOUNG, SAMPLE = 256, 4  # steps that are all learned from; of later ones, one in so many
+SEEN = 3  # last verdicts that predictions tell apart between two pages
+
+
+class Lesson(NamedTuple):
+    """A record to be learned from: its situation, each row's verdicts before it, and how far drafters were behind."""
+
+    record: StepRecord
+    at: Situation
+    histories: list[int]
+    behind: dict[str, int]
+
+
+@dataclass(slots=True)
+class Page:
+    """Prices and chances of one situation. `plain`: seconds of a plain step now. In plain steps: `verify`, by nodes, by the
+    objective; `seconds`, the same in time; `drafting`, by drafter and levels. `alone`: by drafter and last two verdicts,
+    (best score of starting it, levels). `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    of costs over these."""
+
+    at: Situation
+    plain: float
+    spread: float
+    verify: list[float]
+    seconds: list[float]
+    drafting: dict[str, list[float]]
+    after: dict[str, float]
+    alone: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
+
+
+class Tables:
+    """Costs, a predictor, what unseen nodes are worth, and Hedge. `bits`: marks of drafters. `energy`: a table of joules,
+    which counts by `objective` (0 latency .. 1 energy)."""
+
+    def __init__(
+        self, bits: Mapping[str, int], costs: Costs, kind: str = "logistic", *, objective: float = 0.0, energy: Costs | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        state = state or {}
+        self.bits, self.costs, self.objective, self.energy = dict(bits), costs, objective, energy
+        self.kind, self.predictor = kind, predictor(kind, state.get(kind))
+        self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before
+        self.hedge = Hedge(state.get("hedge"))
+        self.drafts, self.count = int(state.get("drafts", 0)), 0
+
+    def state(self) -> dict[str, Any]:
+        """What a later process starts from."""
+        return {self.kind: self.predictor.state(), "next": self.next.cells, "hedge": self.hedge.state(), "drafts": self.drafts}
+
+    def page(self, at: Situation) -> Page | None:
+        """What is believed of a situation now; None before anything was measured."""
+        curve = self.costs.verifying(at)
+        if curve is None:
+            return None
+        curve.drawn()
+        drafting = {name: self._drafting(name, at) for name in self.bits}
+        after = {name: self.next.share(f"{name} ?", UNSEEN) for name in self.bits}
+        joules = self.energy.verifying(at) if self.energy is not None and self.objective else None
+        verify = self._mixed(curve.shape, joules.drawn().shape) if joules else curve.shape
+        page = Page(at, curve.line[0] * self.costs.pace, curve.spread, verify, curve.shape, drafting, after)
+        for name in self.bits:
+            page.alone[name] = [self._alone(page, name, self.next.share(f"{name} s {last}", UNSEEN)) for last in range(4)]
+        return page
+
+    def _drafting(self, name: str, at: Situation) -> list[float]:
+        own, plain = self.costs.drafting(name, at), self.costs.verifying(at)
+        assert own is not None and plain is not None
+        shape = [x / plain.line[0] for x in own.drawn().line]
+        if self.energy is None or not self.objective:
+            return shape
+        own, plain = self.energy.drafting(name, at), self.energy.verifying(at)
+        return self._mixed(shape, [x / plain.drawn().line[0] for x in own.drawn().line]) if own and plain else shape
+
+    def _mixed(self, seconds: list[float], joules: list[float]) -> list[float]:
+        return [(1 - self.objective) * t + self.objective * e for t, e in zip(seconds, joules, strict=True)]
+
+    def _alone(self, page: Page, name: str, first: float) -> tuple[float, int]:
+        """(the best score of drafting with nobody else, how deep)."""
+        best, most, gained = 0.0, 1, 0.0
+        for k in range(1, LOOKED + 1):
+            gained += first * page.after[name] ** (k - 1)
+            score = (1 + gained) / (page.drafting[name][k] + page.verify[k])
+            if score > best:
+                best, most = score, k
+        return best, most
+
+    def chance(self, page: Page, name: str, depth: int, score: float, history: int) -> float:
+        """That a node is accepted if its parent is; kept for the life of a page."""
+        history = past(history, depth)
+        key = (name, depth, score, history & SEEN)
+        p = page.known.get(key)
+        if p is None:
+            p = page.known[key] = self.predictor.predict(name, depth, score, history)
+        return p
+
+    def below(self, name: str, score: float) -> float:
+        """That the unseen child of an accepted node with this score is accepted."""
+        return self.next.share(f"{name} {bucket(score)}", score)
+
+    def take_in(self, lessons: list[Lesson]) -> None:
+        """Learn from steps, oldest first."""
+        for lesson in lessons:
+            self.count += 1
+            if self.count <= YOUNG or self.count % SAMPLE == 0:  # what is known well is asked after now and then
+                self._costs(lesson)
+            if lesson.record.levels and (self.drafts <= YOUNG or self.count % SAMPLE == 0):
+                self._verdicts(lesson)
+            elif lesson.record.levels:
+                self.drafts += bool(lesson.record.kept)
+
+    def _costs(self, lesson: Lesson) -> None:
+        record, at, drafting = lesson.record, lesson.at, 0.0
+        for name, levels in record.levels.items():
+            took = record.seconds.get(f"draft {name}", 0.0)
+            drafting += took
+            if at in self.costs.verify:
+                self.costs.drafted(name, at, min(levels, DEEPEST), took, lesson.behind.get(name, 0))
+        nodes = min(max(record.drafted), DEEPEST)
+        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting)
+
+    def _verdicts(self, lesson: Lesson) -> None:
+        """Grade every drafter that had a guess, verified or not."""
+        record, draft = lesson.record, lesson.record.draft
+        assert draft is not None
+        self.drafts += bool(draft.token)
+        graded = list(verdicts(record))
+        stride = -(-len(graded) // LESSONS)
+        right: dict[str, int] = dict.fromkeys(record.levels, 0)
+        for i, (n, verdict) in enumerate(graded):
+            row = draft.row[n]
+            for name, bit in self.bits.items():
+                if draft.source[n] & bit:
+                    right[name] = right.get(name, 0) + verdict
+                    if (i + self.count // SAMPLE) % stride == 0:  # whether a node is taken does not hang on any verdict
+                        self._node(name, draft, n, lesson.histories[row], verdict, stride)
+        self._hedge(lesson, draft, right)
+
+    def _node(self, name: str, draft: Draft, n: int, history: int, verdict: bool, weight: int) -> None:
+        """One graded node, standing for `weight` of them."""
+        parent = draft.parent[n]
+        self.predictor.update(name, draft.depth[n], draft.score[n], past(history, draft.depth[n]), verdict, weight)
+        if parent < 0:
+            self.next.count(f"{name} s {history & 3}", verdict, weight)
+        else:
+            self.next.count(f"{name} {bucket(draft.score[parent])}", verdict, weight)
+            self.next.count(f"{name} ?", verdict, weight)
+
+    def _hedge(self, lesson: Lesson, draft: Draft, right: dict[str, int]) -> None:
+        verify, gains = self.costs.verifying(lesson.at), {}
+        for name in lesson.record.levels:
+            rows = [draft.row[n] for n, source in enumerate(draft.source) if source & self.bits[name]]
+            if rows and verify:
+                width = min(max(rows.count(r) for r in set(rows)), DEEPEST)
+                cost = self.costs.drafting_share(name, lesson.at, min(lesson.record.levels[name], DEEPEST)) + verify.shape[width]
+                gains[name] = (1 + right[name] / draft.rows) / cost - 1
+        self.hedge.grade(gains)
+
+
+def past(history: int, depth: int) -> int:
+    """The last verdicts when a node's turn comes: those before it in the draft were accepted, else it would not."""
+    return history << (depth - 1) | ((1 << (depth - 1)) - 1)
