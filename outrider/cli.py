@@ -48,6 +48,9 @@ Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target
 Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
 Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]
 Depth = Annotated[int, typer.Option(help="Tokens drafted ahead.")]
+Ahead = Annotated[int | None, typer.Option("--depth", help="Tokens drafted ahead at every step; default: decided at each.")]
+Profile = Annotated[str, typer.Option(help="auto (kept in the cache folder), off, or a file.")]
+Slowdown = Annotated[float, typer.Option(help="How much slower than plain decoding a request may become.")]
 Width = Annotated[int, typer.Option(help="Children of each draft node.")]
 Budget = Annotated[int, typer.Option(help="Most draft nodes a step (0: no limit).")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -193,11 +196,11 @@ def synthetic(
 @app.command()
 def run(
     prompt: Annotated[str, typer.Argument(help="Text, a file, or - for standard input.")],
-    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Depth = 4, width: Width = 1, budget: Budget = 0,
+    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, width: Width = 1, budget: Budget = 0,
     max_tokens: Tokens = 256, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, min_p: MinP = 0.0,
     seed: Seed = None, rule: RuleName = None, stop: Stop = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of that many tokens beside the chosen one.")] = None,
-    compile: Compile = "auto", strict: Strict = False, threads: Threads = None,
+    compile: Compile = "auto", strict: Strict = False, threads: Threads = None, profile: Profile = "auto", slowdown_limit: Slowdown = 0.05,
     explain: Annotated[bool, typer.Option("--explain-divergence", help="Write it without drafting too; say where the two part, and why.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
     as_json: AsJson = False, config: Config = None,
@@ -206,7 +209,7 @@ def run(
     text = _prompt(prompt)
     rt = _load(
         target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, rows=1, compile=compile,
-        strict=strict, threads=threads,
+        strict=strict, threads=threads, profile=profile, slowdown_limit=slowdown_limit,
     )  # fmt: skip
     knobs = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule,
@@ -251,7 +254,7 @@ def _print_json(out: Any) -> None:
 
 @app.command()
 def chat(
-    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Depth = 4, max_tokens: Tokens = 256,
+    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, max_tokens: Tokens = 256,
     temperature: Temperature = 0.0, seed: Seed = None, device: Device = "auto", dtype: DType = "auto",
     compile: Compile = "auto", strict: Strict = False, threads: Threads = None,
     system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,

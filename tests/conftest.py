@@ -1,5 +1,5 @@
 """One thread per test process: several run side by side, and small products are slower on many threads. Nothing is
-built in the background and nothing is measured, unless a test says so: texts must not hang on when a build was done."""
+built in the background, nothing is measured or swept, unless a test says so: texts must not hang on when a build was done."""
 
 import os
 import tempfile
@@ -9,6 +9,7 @@ import torch
 
 from outrider.measure import machine
 from outrider.models import compiled
+from outrider.runtime import profiler
 
 torch.set_num_threads(1)
 os.environ["OUTRIDER_CACHE"] = tempfile.mkdtemp(prefix="outrider-tests-")
@@ -19,4 +20,5 @@ def _quiet_machine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "start_builder", lambda recipe, folder: None)
         patch.setattr(machine, "fastest_dtype", lambda candidates: "float32")
+        patch.setattr(profiler, "PATIENCE", 0.0)
         yield

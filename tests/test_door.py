@@ -23,7 +23,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rt(folders):
     """A target with lookup and a model that agrees often."""
-    return outrider.load(folders["target"], ["lookup", f"model:{folders['draft']}"])
+    return outrider.load(folders["target"], ["lookup", f"model:{folders['draft']}"], depth=4)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """What every report of a measurement has: where its figures come from, and two files, for machines and for people."""
 
 import platform
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,24 +11,17 @@ import torch
 import transformers
 
 import outrider
+from outrider.measure.machine import processor
 
 
 def provenance() -> dict[str, Any]:
     """Where a figure comes from."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
-        "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": _processor(), "system": platform.platform(),
+        "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "machine": processor(), "system": platform.platform(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
         "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
     }  # fmt: skip
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    listed = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", listed.read_text("utf-8")) if listed.exists() else None
-    return named[1] if named else platform.machine()
 
 
 def save_as(folder: Path, name: str, data: str, text: str) -> None:

@@ -13,7 +13,7 @@ from outrider.control.guard import Ledger
 from outrider.control.predict import LEVELS
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
-from outrider.measure.cost import DEEPEST, FAR, Situation, situation
+from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
 from outrider.measure.trace import verdicts
 
 MARGIN = 0.03  # a plan must promise that much more than plain decoding
@@ -23,8 +23,8 @@ PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that doe
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps, and plain steps before that, that such tries may cost
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 WARM, WHOLE = 32, 8  # the first drafts of a new pair are verified whole, to this depth
-LAG = 4  # steps whose verdicts are looked at together
-BATCH, EARLY = 16, 2  # steps that are learned from together; and of a new pair's first ones
+YOUNG, SAMPLE = 256, 4  # steps that are all learned from; of later ones, one in so many
+BATCH, EARLY = 8, 2  # steps that are learned from together, later and at first
 OFF = Plan()
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
@@ -43,12 +43,13 @@ class Row:
 
 @dataclass(slots=True)
 class Step:
-    """The step under way. In plain steps: `room`, what the guard lets it cost; `spent`, by drafters so far. `levels`: by
+    """The step under way. In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
     drafter. `survival`: of the draft's nodes. `best`: (nodes the draft had, nodes a row that were best, the score of that)."""
 
     page: Page
     rows: list[Row]
     room: float
+    plain: float
     spent: float = 0.0
     levels: dict[str, int] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
@@ -69,10 +70,9 @@ class Adaptive:
         self.page: Page | None = None
         self.last: tuple[list[Sequence], StepRecord] | None = None
         self.slept: list[tuple[list[Sequence], StepRecord]] = []
-        self.asleep = 0
-        self.recent: list[tuple[list[Sequence], StepRecord, Situation]] = []
+        self.asleep, self.why = 0, ""
         self.lessons: list[Lesson] = []
-        self.steps, self.since_plain, self.explored = 0, 0, 0.0
+        self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     # Before drafting.
@@ -84,7 +84,7 @@ class Adaptive:
         self.steps += 1
         if self.asleep > 0 and self.known is not None and seqs == self.known[0]:
             self.asleep -= 1
-            return OFF, "off:resting"
+            return OFF, self.why
         rows = [self._row(s) for s in seqs]
         names = [name for name in self.tables.bits if _awake(seqs, rows, name)]
         if not names:
@@ -92,11 +92,11 @@ class Adaptive:
         page = self._page(self._situation(seqs))
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
-        room = self.ledger.left([s.request.id for s in seqs], page.plain) / (page.plain * page.spread)
+        room = self.ledger.left([s.request.id for s in seqs], page.plain * page.steady) / (page.plain * page.spread)
         if room < page.seconds[1] + page.drafting[names[0]][1]:
             return OFF, "off:guard"
-        self.step = Step(page, rows, room)
-        key = tuple(names), max([row.reach for row in rows])
+        self.step = Step(page, rows, room, page.steady if self.calm >= CALM else 1.0)
+        key = tuple(names), min(max([row.reach for row in rows]), page.deepest)
         if key not in self.plans:
             self.plans[key] = Plan(tuple((name, key[1], 1) for name in names))
         return self.plans[key], "off:no-guess"
@@ -104,11 +104,12 @@ class Adaptive:
     def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
         """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
         self._situation(seqs)
+        unwanted = all(s.request.drafters == frozenset() for s in seqs)
         rests = [left for row in rows for left in row.rest.values() if left]
-        self.asleep = min(rests, default=REST)
+        self.asleep, self.why = (RARELY, "off:request") if unwanted else (min(rests, default=0), "off:resting")
         for row in rows:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
-        return "off:resting" if rests else "off:request"
+        return self.why
 
     def _row(self, seq: Sequence) -> Row:
         row = self.rows.get(seq.request.id)
@@ -159,11 +160,11 @@ class Adaptive:
         page, alone = step.page, [step.page.alone[name][row.history & 3] for row in step.rows]
         best = sum([score for score, _ in alone]) / len(alone)
         if self.steps < self.due[name]:
-            if best < 1 + MARGIN:
+            if best * step.plain < 1 + MARGIN:
                 return self._later(name)
             if draft.token and best < self._best(draft)[1]:
                 return False
-        have = max(self._best(draft)[1], 1.0) if draft.token else 1.0
+        have = max(self._best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         most = max([k for _, k in alone])
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
         if step.spent + wait + page.drafting[name][most] + page.seconds[most] > step.room:
@@ -253,7 +254,7 @@ class Adaptive:
         lines = [sorted(survival, reverse=True)] if rows == 1 else [
             sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)
         ]  # fmt: skip
-        gained, best, at = float(rows), 1 / (step.spent + 1), 0
+        gained, best, at = float(rows), 1 / (step.spent + step.plain), 0
         least = best * (1 + MARGIN)
         for n in range(1, min(max(map(len, lines)), DEEPEST) + 1):
             for line in lines:
@@ -313,47 +314,42 @@ class Adaptive:
     def end(self, seq: Sequence) -> None:
         if self.last:
             self._note(*self.last)
-        self._look_back()
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
 
     def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
-        """Pay for the last step. The rest can wait: verdicts LAG steps, tables BATCH steps."""
-        self.last, step = None, self.step
+        """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
+        self.last, step, drafted = None, self.step, any(record.drafted)
         if self.asleep and not record.levels and self.page is not None:  # settled on waking
             self.slept.append((seqs, record))
+            self.calm += 1
             return
-        for waited in self.slept:
-            self._charge(*waited, None)
-        self.slept = []
-        self._charge(seqs, record, step)
+        if self.slept:
+            for waited in self.slept:
+                self._charge(*waited, None)
+            self.slept = []
+        rows = step.rows if step else [self._row(s) for s in seqs]
+        calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        self.recent.append((seqs, record, step.page.at if step else self._situation(seqs)))
-        if len(self.recent) >= LAG or self.page is None or self.steps < WARM:
-            self._look_back()
-
-    def _look_back(self) -> None:
-        """Verdicts, rests and reaches of the steps since the last look; now and then all of them become lessons."""
-        if not self.recent:
-            return
-        for seqs, record, at in self.recent:
-            rows = [self._row(s) for s in seqs]
+        if self.steps <= YOUNG or self.steps % SAMPLE == 0:
+            at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
-            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind))
-            if behind:
-                self._verdicts(rows, record)
-        self.recent = []
-        if self.page is None or len(self.lessons) >= (BATCH if self.steps > WARM else EARLY):
-            self._digest()
-            self.page = self.tables.page(at)
+            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
+            if self.page is None or len(self.lessons) >= (BATCH if self.steps > YOUNG else EARLY):
+                self._digest()
+                self.page = self.tables.page(at)
+        self._charge(seqs, record, step)
+        if record.levels:
+            self._remember(rows, record)
 
-    def _verdicts(self, rows: list[Row], record: StepRecord) -> None:
-        for n, verdict in verdicts(record):
+    def _remember(self, rows: list[Row], record: StepRecord) -> None:
+        """Verdicts, and how far it was worth looking, of each row."""
+        for n, verdict in verdicts(record) if record.kept else ():
             row = rows[record.draft.row[n]]  # type: ignore[union-attr]
             row.history = (row.history << 1 | verdict) & 0xFFFF
         for r, row in enumerate(rows):
             kept = record.drafted[r]
-            row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE + min(row.reach - WHOLE, kept)
+            row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE
             for name in record.levels:
                 row.read[name] = record.context[r] + record.emitted[r]
                 vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
@@ -365,9 +361,9 @@ class Adaptive:
         if page is None:
             return
         spent = record.reading.seconds - record.seconds.get("prefill", 0.0)
-        bad_case = step.room * page.plain * page.spread if step is not None and any(record.drafted) else None
+        bad_case = step.room * page.plain * page.spread if step is not None and record.kept else None
         for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, page.plain, tokens, spent, bad_case)
+            self.ledger.charge(seq.request.id, page.plain * page.steady, tokens, spent, bad_case)
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)

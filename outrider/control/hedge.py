@@ -14,8 +14,9 @@ class Hedge:
     """Log-weights by drafter. A gain is (tokens a step would have given) / (its cost in plain steps) - 1, bounded."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
-        self.weights: dict[str, float] = (state or {}).get("weights", {})
-        self.graded: dict[str, int] = {}
+        kept = (state or {}).get("weights", {})
+        self.weights: dict[str, float] = {name: weight for name, (_, weight) in kept.items()}
+        self.graded: dict[str, int] = {name: count for name, (count, _) in kept.items()}
 
     def grade(self, gains: dict[str, float]) -> None:
         """Take in what each awake drafter would have brought this step."""
@@ -30,4 +31,4 @@ class Hedge:
         return {name: x / total for name, x in raw.items()}
 
     def state(self) -> dict[str, Any]:
-        return {"weights": self.weights}
+        return {"weights": {name: [self.graded[name], weight] for name, weight in self.weights.items()}}

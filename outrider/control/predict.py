@@ -10,7 +10,7 @@ from typing import Any
 from outrider.core.config import nearest
 
 LEVELS = 4  # depths told apart; deeper ones count as the deepest
-HALVE = 1000  # observations after which a counter forgets half
+HALVE = 1000.0  # observations that a counter stands for at most
 FLOOR, CEILING = 0.005, 0.995
 
 
@@ -29,21 +29,20 @@ def bucket(score: float) -> int:
 
 
 class Counters:
-    """Shares of successes by key, each beginning as `prior` worth two observations."""
+    """Shares of successes by key, each beginning as a prior worth two observations. A cell is [observations, share]; it
+    forgets what lies more than about HALVE observations back."""
 
     def __init__(self, known: dict[str, list[float]] | None = None) -> None:
         self.cells: dict[str, list[float]] = known or {}
 
     def share(self, key: str, prior: float) -> float:
         cell = self.cells.get(key)
-        return prior if cell is None else (cell[1] + 2 * prior) / (cell[0] + 2)
+        return prior if cell is None else (cell[0] * cell[1] + 2 * prior) / (cell[0] + 2)
 
     def count(self, key: str, verdict: float, weight: float = 1.0) -> None:
         cell = self.cells.setdefault(key, [0.0, 0.0])
-        cell[0] += weight
-        cell[1] += weight * verdict
-        if cell[0] >= HALVE:
-            cell[:] = [cell[0] / 2, cell[1] / 2]
+        cell[1] += (verdict - cell[1]) * weight / (cell[0] + weight)
+        cell[0] = min(cell[0] + weight, HALVE)
 
 
 class Static:
@@ -112,25 +111,28 @@ class Logistic:
         return (1.0, 0.5 * logit(score), 0.25 * min(depth, LEVELS), 0.5 * (recent - 2), 1.0 if history & 1 else 0.0, 1.0 if score >= CEILING else 0.0)
 
     def _known(self, drafter: str) -> list[float]:
+        """[observations, weights...]."""
         weights = self.weights.get(drafter)
         if weights is None:
-            weights = self.weights[drafter] = [0.0, 1.6, 0.0, 0.0, 0.0, 0.0]
-            self.squares[drafter] = [1.0] * len(weights)
+            weights = self.weights[drafter] = [0.0, 0.0, 1.6, 0.0, 0.0, 0.0, 0.0]
+            self.squares[drafter] = [0.0, *[1.0] * 6]
         return weights
 
     def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
         x = self._features(depth, score, history)
-        w = self._known(drafter)
-        return min(max(sigmoid(w[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4] + w[5] * x[5]), FLOOR), CEILING)
+        _, a, b, c, d, e, f = self._known(drafter)
+        return min(max(sigmoid(a + b * x[1] + c * x[2] + d * x[3] + e * x[4] + f * x[5]), FLOOR), CEILING)
 
     def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
         error = weight * (verdict - self.predict(drafter, depth, score, history))
         weights, squares = self.weights[drafter], self.squares[drafter]
-        for i, x in enumerate(self._features(depth, score, history)):
+        weights[0] += weight
+        squares[0] += weight
+        for i, x in enumerate(self._features(depth, score, history), 1):
             gradient = error * x
             squares[i] = squares[i] * 0.9995 + gradient * gradient
             weights[i] += self.RATE * gradient / math.sqrt(squares[i])
-        weights[1] = max(weights[1], 0.0)
+        weights[2] = max(weights[2], 0.0)
 
     def state(self) -> dict[str, Any]:
         return {"weights": self.weights, "squares": self.squares}
@@ -148,7 +150,12 @@ class Tage:
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         state = state or {}
         self.base = Counters(state.get("base"))
-        self.tables: list[dict[str, list[float]]] = state.get("tables") or [{} for _ in self.LENGTHS]  # place -> tag, count, successes, useful
+        self.tables: list[dict[str, list[float]]] = [{} for _ in self.LENGTHS]  # place -> count, share, tag, usefulness
+        for i, length in enumerate(self.LENGTHS):
+            for key, (count, share, useful) in state.get("tables", {}).get(str(length), {}).items():
+                place, tag = key.split()
+                if place not in self.tables[i] or self.tables[i][place][0] < count:
+                    self.tables[i][place] = [count, share, float(tag), useful]
         self.corrector = Logistic(state.get("corrector"))
         self.hits = [0] * len(self.LENGTHS)
 
@@ -170,8 +177,8 @@ class Tage:
         slots = self._slots(key, history)
         for i in range(len(self.LENGTHS) - 1, -1, -1):
             cell = self.tables[i].get(slots[i][0])
-            if cell is not None and cell[0] == slots[i][1] and cell[1] >= self.CONFIDENT:
-                return (cell[2] + 1) / (cell[1] + 2), i
+            if cell is not None and cell[2] == slots[i][1] and cell[0] >= self.CONFIDENT:
+                return (cell[0] * cell[1] + 1) / (cell[0] + 2), i
         return self.base.share(key, 0.5), -1
 
     def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
@@ -190,27 +197,29 @@ class Tage:
         slots = self._slots(key, history)
         for i, (place, tag) in enumerate(slots):
             cell = self.tables[i].get(place)
-            if cell is not None and cell[0] == tag:
-                cell[1] += weight
-                cell[2] += weight * verdict
-                if cell[1] >= 64:
-                    cell[1:3] = [cell[1] / 2, cell[2] / 2]
+            if cell is not None and cell[2] == tag:
+                cell[1] += (verdict - cell[1]) * weight / (cell[0] + weight)
+                cell[0] = min(cell[0] + weight, 64.0)
                 if i == table:
                     cell[3] += 1 if abs(verdict - p) < 0.5 else -1
         if abs(verdict - p) > 0.5:  # a surprise: the next longer history gets a place, if what is there is of no use
             for i in range(table + 1, len(self.LENGTHS)):
                 place, tag = slots[i]
                 cell = self.tables[i].get(place)
-                if cell is None or (cell[0] != tag and cell[3] <= 0):
-                    self.tables[i][place] = [tag, 1.0, verdict, 0.0]
+                if cell is None or (cell[2] != tag and cell[3] <= 0):
+                    self.tables[i][place] = [weight, verdict, float(tag), 0.0]
                     break
-                if cell[0] != tag:
+                if cell[2] != tag:
                     cell[3] -= 1
         self.base.count(key, verdict, weight)
         self.corrector.update(drafter, depth, score, history, verdict, weight)
 
     def state(self) -> dict[str, Any]:
-        return {"base": self.base.cells, "tables": self.tables, "corrector": self.corrector.state()}
+        tables = {
+            str(n): {f"{place} {tag:.0f}": [c, s, u] for place, (c, s, tag, u) in table.items()}
+            for n, table in zip(self.LENGTHS, self.tables, strict=True)
+        }
+        return {"base": self.base.cells, "tables": tables, "corrector": self.corrector.state()}
 
 
 LADDER: dict[str, Any] = {"static": Static, "bimodal": Bimodal, "gshare": GShare, "logistic": Logistic, "tage": Tage}

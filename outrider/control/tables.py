@@ -16,18 +16,20 @@ from outrider.measure.trace import verdicts
 
 UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
+SURE = 0.98  # acceptance of guesses that could hardly be better
 LOOKED = 8  # depths weighed before a drafter starts
-YOUNG, SAMPLE = 256, 4  # steps that are all learned from; of later ones, one in so many
 SEEN = 3  # last verdicts that predictions tell apart between two pages
 
 
 class Lesson(NamedTuple):
-    """A record to be learned from: its situation, each row's verdicts before it, and how far drafters were behind."""
+    """A record to be learned from: its situation, each row's verdicts before it, how far drafters were
+    behind, and whether many plain steps went before."""
 
     record: StepRecord
     at: Situation
     histories: list[int]
     behind: dict[str, int]
+    calm: bool
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now. In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels. `alone`: by drafter and last two verdicts,
     (best score of starting it, levels). `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
-    of costs over these."""
+    of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
     plain: float
@@ -44,6 +46,8 @@ class Page:
     seconds: list[float]
     drafting: dict[str, list[float]]
     after: dict[str, float]
+    steady: float
+    deepest: int
     alone: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
 
@@ -58,14 +62,18 @@ class Tables:
     ) -> None:  # fmt: skip
         state = state or {}
         self.bits, self.costs, self.objective, self.energy = dict(bits), costs, objective, energy
-        self.kind, self.predictor = kind, predictor(kind, state.get(kind))
+        self.costs.take(state.get("costs", {}))
+        self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))
         self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before
         self.hedge = Hedge(state.get("hedge"))
         self.drafts, self.count = int(state.get("drafts", 0)), 0
 
     def state(self) -> dict[str, Any]:
         """What a later process starts from."""
-        return {self.kind: self.predictor.state(), "next": self.next.cells, "hedge": self.hedge.state(), "drafts": self.drafts}
+        return {
+            "costs": self.costs.state(), "predictors": {self.kind: self.predictor.state()}, "next": self.next.cells, "hedge": self.hedge.state(),
+            "drafts": self.drafts,
+        }  # fmt: skip
 
     def page(self, at: Situation) -> Page | None:
         """What is believed of a situation now; None before anything was measured."""
@@ -77,7 +85,17 @@ class Tables:
         after = {name: self.next.share(f"{name} ?", UNSEEN) for name in self.bits}
         joules = self.energy.verifying(at) if self.energy is not None and self.objective else None
         verify = self._mixed(curve.shape, joules.drawn().shape) if joules else curve.shape
-        page = Page(at, curve.line[0] * self.costs.pace, curve.spread, verify, curve.shape, drafting, after)
+        page = Page(
+            at,
+            curve.line[0] * self.costs.pace,
+            curve.spread,
+            verify,
+            curve.shape,
+            drafting,
+            after,
+            self.costs.plainly(at) / curve.line[0],
+            _deepest(verify),
+        )
         for name in self.bits:
             page.alone[name] = [self._alone(page, name, self.next.share(f"{name} s {last}", UNSEEN)) for last in range(4)]
         return page
@@ -121,12 +139,9 @@ class Tables:
         """Learn from steps, oldest first."""
         for lesson in lessons:
             self.count += 1
-            if self.count <= YOUNG or self.count % SAMPLE == 0:  # what is known well is asked after now and then
-                self._costs(lesson)
-            if lesson.record.levels and (self.drafts <= YOUNG or self.count % SAMPLE == 0):
+            self._costs(lesson)
+            if lesson.record.levels:
                 self._verdicts(lesson)
-            elif lesson.record.levels:
-                self.drafts += bool(lesson.record.kept)
 
     def _costs(self, lesson: Lesson) -> None:
         record, at, drafting = lesson.record, lesson.at, 0.0
@@ -136,7 +151,7 @@ class Tables:
             if at in self.costs.verify:
                 self.costs.drafted(name, at, min(levels, DEEPEST), took, lesson.behind.get(name, 0))
         nodes = min(max(record.drafted), DEEPEST)
-        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting)
+        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting, lesson.calm)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""
@@ -151,7 +166,7 @@ class Tables:
             for name, bit in self.bits.items():
                 if draft.source[n] & bit:
                     right[name] = right.get(name, 0) + verdict
-                    if (i + self.count // SAMPLE) % stride == 0:  # whether a node is taken does not hang on any verdict
+                    if (i + self.count) % stride == 0:  # whether a node is taken does not hang on any verdict
                         self._node(name, draft, n, lesson.histories[row], verdict, stride)
         self._hedge(lesson, draft, right)
 
@@ -174,6 +189,11 @@ class Tables:
                 cost = self.costs.drafting_share(name, lesson.at, min(lesson.record.levels[name], DEEPEST)) + verify.shape[width]
                 gains[name] = (1 + right[name] / draft.rows) / cost - 1
         self.hedge.grade(gains)
+
+
+def _deepest(verify: list[float]) -> int:
+    """The best number of nodes where nearly every guess is right."""
+    return max(range(1, len(verify)), key=lambda n: (1 - SURE ** (n + 1)) / (1 - SURE) / verify[n])
 
 
 def past(history: int, depth: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.errors import OutriderError
-from outrider.core.types import SamplingParams
+from outrider.core.types import Limits, SamplingParams
 
 RULES = ("exact", "coupled")
 
@@ -95,13 +95,46 @@ def _plain(knobs: dict[str, Any]) -> dict[str, Any]:
     return knobs
 
 
+# what other programs call the limits of a request's drafts: theirs -> ours
+LIMITS = {
+    "most": "most", "least": "least", "floor": "floor",
+    "speculative.n_max": "most", "speculative.n_min": "least", "speculative.p_min": "floor",  # llama.cpp's server
+    "num_draft_tokens": "most",  # mlx-lm
+    "num_speculative_tokens": "most",  # vLLM
+    "num_assistant_tokens": "most", "prompt_lookup_num_tokens": "most", "assistant_confidence_threshold": "floor",  # transformers
+}  # fmt: skip
+
+
+def limits(given: dict[str, Any]) -> Limits:
+    """Checked Limits from a request's knobs, under our names or those of other programs."""
+    named: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in LIMITS:
+            raise nearest(key, [*LIMITS, "drafters"], "speculation setting")
+        if LIMITS[key] in named and named[LIMITS[key]] != value:
+            raise OutriderError(f"{key}={value!r} says something else than another name for the same", "", "one of the two")
+        named[LIMITS[key]] = value
+    found = Limits(**named)
+    for name in ("most", "least"):
+        value = getattr(found, name)
+        _must(
+            (value is None and name == "most") or (type(value) is int and value >= 0),
+            f"{name}={value!r} is not a whole number from 0 on",
+            f"{name}=4",
+        )
+    _must(type(found.floor) in (int, float) and 0 <= found.floor <= 1, f"floor={found.floor!r} is no probability", "floor=0.5")
+    _must(found.most is None or found.least <= found.most, f"least={found.least} is more than most={found.most}", "a smaller least")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
     """What `outrider.load` takes beyond models and drafters.
 
     depth, width: of every drafter, always; depth None lets the controller decide at every step. budget: most nodes a
     step (0: no limit). objective: "latency", "energy", or a number from 0 to 1 between them. slowdown_limit: how much
-    slower than plain decoding a request may become. predictor: of acceptance, one of control.predict.LADDER. rows: requests that run together. context:
+    slower than plain decoding a request may become. predictor: of acceptance, one of control.predict.LADDER.
+    profile: "auto" (what was measured and learned is kept in the cache folder), "off", or a file. rows: requests that run together. context:
     tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
     of torch, for the whole process. quantise: "int8" keeps the target's linear weights in 8-bit integers: another
@@ -117,7 +150,7 @@ class LoadSettings:
     objective: str | float = "latency"
     slowdown_limit: float = 0.05
     predictor: str = "logistic"
-    profile: str = "auto"
+    profile: str | Path = "auto"
     rows: int = 4
     context: int | None = None
     chunk: int = 512
@@ -125,6 +158,10 @@ class LoadSettings:
     strict: bool = False
     threads: int | None = None
     quantise: str | None = None
+
+
+def _share(objective: object) -> bool:
+    return objective in ("latency", "energy") or (type(objective) in (int, float) and 0 <= objective <= 1)  # type: ignore[operator]
 
 
 def load_settings(**given: Any) -> LoadSettings:
@@ -140,6 +177,12 @@ def load_settings(**given: Any) -> LoadSettings:
         if name == "depth" and value is None:
             continue
         _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
+    _must(isinstance(s.slowdown_limit, (int, float)) and 0 <= s.slowdown_limit <= 10, f"slowdown_limit={s.slowdown_limit!r} is outside 0..10", "0.05")
+    _must(_share(s.objective), f"objective={s.objective!r} is not known", "latency, energy, or a number from 0 to 1")
+    _must(
+        s.objective in ("latency", 0), f"objective={s.objective!r} needs measured joules, and nothing measures them here yet", "objective='latency'"
+    )
+    _must(isinstance(s.profile, (str, Path)) and s.profile != "", f"profile={s.profile!r} is neither a file nor auto or off", "profile='auto'")
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
     _must(s.quantise in (None, "int8"), f"quantise={s.quantise!r} is not known", "int8, or leaving it out")
     _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")

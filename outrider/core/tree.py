@@ -167,6 +167,9 @@ def chain(draft: Draft) -> list[int]:
 
 def select(draft: Draft, keep: list[int]) -> Draft:
     """The draft with only the nodes `keep` (ascending, closed under parents), renumbered in that order."""
+    if keep == list(range(n := len(keep))):  # the first ones, as of a chain
+        d = draft
+        return Draft(d.rows, d.token[:n], d.parent[:n], d.row[:n], d.depth[:n], d.source[:n], d.kind[:n], d.q_row[:n], d.score[:n], d.q)
     new_name = {old: new for new, old in enumerate(keep)}
     columns: dict[str, Any] = {f: [getattr(draft, f)[n] for n in keep] for f in ("token", "row", "depth", "source", "kind", "q_row", "score")}
     return replace(draft, parent=[p if (p := draft.parent[n]) < 0 else new_name[p] for n in keep], **columns)

@@ -7,13 +7,14 @@ present `pace`, so that a machine that is slow for a minute changes no decision.
 
 import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
 PACE = 0.05  # weight of one step in the machine's present pace
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
+CALM = 6  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
 FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
 
 
@@ -45,6 +46,15 @@ class Situation(NamedTuple):
     rows: int
     context: int
     sampled: bool
+
+    def name(self) -> str:
+        return f"{self.tier or '-'} rows {self.rows} context {self.context} {'sampled' if self.sampled else 'greedy'}"
+
+
+def named(text: str) -> Situation:
+    """The situation of a name."""
+    tier, _, rows, _, context, kind = text.split(" ")
+    return Situation("" if tier == "-" else tier, int(rows), int(context), kind == "sampled")
 
 
 def situation(tier: str, rows: int, context: int, sampled: bool) -> Situation:
@@ -93,6 +103,18 @@ class Curve:
         self.line, self.stale = line, False
         self.shape = [x / line[0] for x in line] if line[0] else line
 
+    def state(self) -> dict[str, Any]:
+        return {
+            "start": self.start,
+            "slope": self.slope,
+            "spread": self.spread,
+            "seen": {str(n): list(cell) for n, cell in sorted(self.seen.items())},
+        }
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Curve":
+        return cls(state["start"], state["slope"], {int(n): list(cell) for n, cell in state["seen"].items()}, state["spread"])
+
 
 class Costs:
     """Seconds of all that a step is made of, by situation: `verify`, all of a step but its drafting, by nodes verified
@@ -109,6 +131,26 @@ class Costs:
         self.catch_up: dict[str, float] = {}
         self.pace = 1.0
         self.plains: dict[Situation, int] = {}
+        self.steady: dict[Situation, float] = {}  # seconds of a plain step among plain steps
+
+    def state(self) -> dict[str, Any]:
+        """What a profile keeps: text, numbers, and no pace, which belongs to the moment."""
+        return {
+            "verify": {at.name(): curve.state() for at, curve in self.verify.items()},
+            "draft": {f"{name} @ {at.name()}": curve.state() for (name, at), curve in self.draft.items()},
+            "catch_up": {name: [1, each] for name, each in self.catch_up.items()},
+            "steady": {at.name(): [1, seconds] for at, seconds in self.steady.items()},
+            "plains": {at.name(): count for at, count in self.plains.items()},
+        }
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Begin with what a profile kept."""
+        self.verify = {named(at): Curve.of(curve) for at, curve in state.get("verify", {}).items()}
+        pairs = {tuple(key.split(" @ ")): curve for key, curve in state.get("draft", {}).items()}
+        self.draft = {(name, named(at)): Curve.of(curve) for (name, at), curve in pairs.items()}
+        self.catch_up = {name: each for name, (_, each) in state.get("catch_up", {}).items()}
+        self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
+        self.plains = {named(at): count for at, count in state.get("plains", {}).items()}
 
     def verifying(self, at: Situation) -> Curve | None:
         """The curve of a situation; one never met begins as its nearest relative's; None where there is none."""
@@ -137,14 +179,23 @@ class Costs:
         curve, plain = self.drafting(name, at), self.verifying(at)
         return curve.line[levels] / plain.line[0] if curve and plain else self.assumed.get(name, 0.2) * levels
 
-    def verified(self, at: Situation, nodes: int, seconds: float) -> None:
-        """A step that verified `nodes` (most of any row) took `seconds` without its drafting."""
+    def plainly(self, at: Situation) -> float:
+        """Seconds of a step of plain decoding, at pace 1."""
+        curve = self.verifying(at)
+        return self.steady.get(at) or (curve.line[0] if curve else 0.0)
+
+    def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
+        """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
         curve = self.verifying(at)
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
-        expected = curve.line[nodes]
+        expected = self.plainly(at) if calm else curve.line[nodes]
         self._keep_pace(seconds / expected)
-        curve.add(nodes, seconds / self.pace)
+        now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
+        if calm:
+            self.steady[at] = expected + 0.05 * (now - expected)
+        else:
+            curve.add(nodes, seconds / self.pace)
         if nodes == 0:
             self.plains[at] = self.plains.get(at, 0) + 1
 

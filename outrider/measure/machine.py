@@ -6,6 +6,7 @@ Knows nothing of models. Figures hang on the processor, torch and its threads; a
 import json
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from statistics import median
@@ -37,6 +38,15 @@ def bandwidth(megabytes: int = 256) -> float:
         x.sum()
         times.append(time.perf_counter() - start)
     return x.nbytes / min(times)
+
+
+def processor() -> str:
+    """The GPU if there is one, else the processor, by its maker's name."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    listed = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", listed.read_text("utf-8")) if listed.exists() else None
+    return named[1] if named else platform.machine()
 
 
 def _product_seconds(dtype: torch.dtype, rows: int) -> float:

@@ -38,6 +38,7 @@ SHAPES = ("any", "one")
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
+STEADY = 4  # single tokens in a row after which `one` serves them: to go from one copy of the weights to the other costs more than it saves
 log = logging.getLogger("outrider")
 
 
@@ -125,7 +126,7 @@ class Compiled:
         self.recipe, self.step, self.folder = recipe, step, recipe.place()
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
-        self.misses = 0
+        self.misses, self.singles = 0, STEADY
         self.look()
         if self.reason == "eager:building" and not self._whole() and shutil.which(os.environ.get("CXX", "g++")) is None:
             self.reason = "eager:no-compiler"
@@ -164,7 +165,10 @@ class Compiled:
             self.misses += 1
             if self.misses == HOT:
                 self._start()
-        return (self.packages.get("one") if rows == width == 1 else None) or (self.packages.get("any") if width <= MAX_NODES else None)
+        self.singles = self.singles + 1 if rows == width == 1 else 0
+        if self.singles and "one" in self.packages and (self.singles > STEADY or "any" not in self.packages):
+            return self.packages["one"]
+        return self.packages.get("any") if width <= MAX_NODES else None
 
     def look(self) -> None:
         """Take up what has been built since the last look."""

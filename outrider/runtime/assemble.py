@@ -1,9 +1,11 @@
 """Puts a runtime together from what the user named. The one place that knows all kinds of parts."""
 
+import copy
 import importlib
 import os
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,15 +16,17 @@ from outrider.control.fixed import fixed
 from outrider.control.tables import Tables
 from outrider.core.config import LoadSettings, load_settings, nearest
 from outrider.core.errors import OutriderError
-from outrider.core.sockets import Controller, Drafter
+from outrider.core.sockets import Drafter
 from outrider.core.types import TARGET, Plan
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import machine
+from outrider.measure import profile as profiles
 from outrider.measure.cost import Costs
 from outrider.models import load as models
 from outrider.models.vocab import check_pair
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
+from outrider.runtime.profiler import Keeper
 
 DRAFTERS = {
     "lookup": "outrider.drafters.lookup:Lookup",
@@ -35,7 +39,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     """A Runtime for a target model and its drafters.
 
     target: a folder or hub id; None is the embedded reference pair. drafters: "lookup", "model:PATH" or Drafter
-    objects; None is the reference draft for the reference target and lookup for any other; [] is plain decoding.
+    objects; None is lookup, and the reference draft for the reference target; [] is plain decoding.
     settings: fields of core.config.LoadSettings. Raises OutriderError before anything large is read.
     """
     s = load_settings(**settings)
@@ -43,7 +47,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         from outrider import reference
 
         target = reference.target()
-        drafters = [f"model:{reference.draft()}"] if drafters is None else drafters
+        drafters = ["lookup", f"model:{reference.draft()}"] if drafters is None else drafters
     specs: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
     if s.threads:
         torch.set_num_threads(s.threads)
@@ -65,19 +69,31 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
     if s.strict:
         model.pin()
-    engine = Engine(model, parts, _controller(model, parts, s), s.rows, s.strict)
-    return Runtime(engine, tokenizer, {**held, "rss": psutil.Process().memory_info().rss}, s.rule)
-
-
-def _controller(target: Any, parts: dict[str, Drafter], s: LoadSettings) -> Controller:
-    """What the settings ask for: the same plan at every step, or a decision at each."""
+    sizes: dict[str, Any] = {**held, "rss": psutil.Process().memory_info().rss}
     if s.depth is not None or not parts:
-        return fixed(Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget))
-    size = max(target.spec.weight_bytes, 1)
-    assumed = {name: _assumed(part, size) for name, part in parts.items()}
+        told = fixed(Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget))
+        return Runtime(Engine(model, parts, told, s.rows, s.strict), tokenizer, sizes, s.rule)
+    folders = {
+        "target": models.locate(target),
+        **{str(n): models.locate(_folder(d, target)) for n, d in enumerate(specs) if isinstance(d, str) and ":" in d},
+    }
+    keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
+    controller = Adaptive(keeper.tables, lambda: model.meter.tier, s.slowdown_limit)
+    return Runtime(Engine(model, parts, controller, s.rows, s.strict), tokenizer, sizes, s.rule, keeper)
+
+
+def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: int, device: str, s: LoadSettings) -> Keeper:
+    """The tables of a pair, as its profile left them."""
+    assumed = {name: _assumed(part, target_bytes) for name, part in parts.items()}
     bits = {name: 1 << i for i, name in enumerate(parts)}
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
-    return Adaptive(Tables(cheapest, Costs(assumed), s.predictor), lambda: target.meter.tier, s.slowdown_limit)
+    mark = profiles.fingerprint(
+        folders, drafters=",".join(sorted(parts)), device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, compile=s.compile != "off", quantise=s.quantise
+    )  # fmt: skip
+    file = None if s.profile == "off" else profiles.place(mark) if s.profile == "auto" else Path(s.profile)
+    known = (profiles.load(file, mark) if file else None) or {}
+    objective = {"latency": 0.0, "energy": 1.0}.get(str(s.objective), s.objective)
+    return Keeper(Tables(cheapest, Costs(assumed), s.predictor, objective=float(objective), state=copy.deepcopy(known)), mark, file, known)
 
 
 def _assumed(part: Drafter, target_bytes: int) -> float:

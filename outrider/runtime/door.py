@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
+from outrider.core.config import LIMITS, limits
 from outrider.core.config import sampling as read_sampling
 from outrider.core.errors import OutriderError
-from outrider.core.types import Request, SamplingParams, Sequence
+from outrider.core.types import Limits, Request, SamplingParams, Sequence
 from outrider.measure.trace import stats
 from outrider.runtime.engine import Engine
+from outrider.runtime.profiler import Keeper
 
 Message = Mapping[str, str]
+Speculation = str | list[str] | dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class Runtime:
     """A loaded target with its drafters. Made by `outrider.load`. `memory`: bytes by model, predicted and held, and the
     process's resident size when loading was done."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None) -> None:
-        self.engine, self.tokenizer, self.memory, self.rule = engine, tokenizer, memory, rule
+    def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None, keeper: Keeper | None = None) -> None:
+        self.engine, self.tokenizer, self.memory, self.rule, self.keeper = engine, tokenizer, memory, rule, keeper
         self._count = 0
 
     @overload
@@ -60,7 +63,8 @@ class Runtime:
     def generate(self, prompt: list[str], params: SamplingParams | None = None, **knobs: Any) -> list[Generation]: ...
     def generate(self, prompt: str | list[str], params: SamplingParams | None = None, **knobs: Any) -> Generation | list[Generation]:
         """Text for a prompt, or for a list of prompts that share the machine. Keywords are fields of SamplingParams,
-        and `speculation`: "auto", "off" or a list of drafter names."""
+        and `speculation`: "auto", "off", a list of drafter names, or a table {"drafters": ..., "most": tokens drafted a step,
+        "least": ..., "floor": probability}; these limits also go by the names of core.config.LIMITS, as keywords too."""
         if isinstance(prompt, str):
             return self._run([self._encode(prompt)], params, knobs)[0]
         return self._run([self._encode(p) for p in prompt], params, knobs)
@@ -89,6 +93,7 @@ class Runtime:
                     return
         finally:
             self.engine.cancel(seq)
+            self._rest()
 
     def _run(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
         requests = [self.request(p, params, **knobs) for p in prompts]  # all are checked before the first is queued
@@ -99,7 +104,19 @@ class Runtime:
         finally:
             for seq in seqs:
                 self.engine.cancel(seq)
+            self._rest()
         return [self._result(s) for s in seqs]
+
+    def _rest(self) -> None:
+        """A moment when nobody waits."""
+        if self.keeper is not None:
+            self.keeper.idle(self.engine)
+
+    def plan(self) -> dict[str, Any]:
+        """What the controller would choose now and what it expects of every candidate; see `control.explain`."""
+        from outrider.control.explain import candidates
+
+        return candidates(self.engine.controller)
 
     def _encode(self, text: str) -> list[int]:
         _must_be_text(text, "the prompt")
@@ -123,7 +140,7 @@ class Runtime:
 
     def request(self, prompt: list[int], params: SamplingParams | None = None, **knobs: Any) -> Request:
         """A checked Request for token ids. max_tokens is cut to what the context still holds."""
-        drafters = self._drafters(knobs.pop("speculation", "auto"))
+        drafters, most = self._speculation(knobs.pop("speculation", "auto"), knobs)
         s = read_sampling(params, self.engine.target.spec.vocab_size, **knobs)
         room = self.engine.target.spec.context - len(prompt)
         if room < 1:
@@ -138,22 +155,28 @@ class Runtime:
             raise OutriderError("rule='exact' cannot be strict", "its noise is fresh in every step, so its text hangs on the steps", "rule='coupled'")
         self._count += 1
         return Request(
-            id=f"request-{self._count}", prompt=tuple(prompt), sampling=s, drafters=drafters, ends=frozenset(ends),
+            id=f"request-{self._count}", prompt=tuple(prompt), sampling=s, drafters=drafters, limits=most, ends=frozenset(ends),
             seed=s.seed if s.seed is not None else int.from_bytes(os.urandom(7), "big"),
             rule=rule,
             cut=self._cutter(s.stop) if s.stop else None,
         )  # fmt: skip
 
-    def _drafters(self, speculation: str | list[str] | None) -> frozenset[str] | None:
-        if speculation == "auto" or speculation is None:
-            return None
-        if speculation == "off":
-            return frozenset()
+    def _speculation(self, wish: Speculation, knobs: dict[str, Any]) -> tuple[frozenset[str] | None, Limits]:
+        """Who may guess for a request (None: all), and how much. `knobs` loses the names that say so."""
+        found = {key: knobs.pop(key) for key in list(knobs) if key in LIMITS}
+        if isinstance(wish, dict):
+            found |= {key: value for key, value in wish.items() if key != "drafters"}
+            wish = wish.get("drafters", "auto")
+        if wish == "auto" or wish is None:
+            return None, limits(found)
+        if wish == "off":
+            return frozenset(), limits(found)
         known = list(self.engine.drafters)
-        for name in [speculation] if isinstance(speculation, str) else speculation:
+        asked = [wish] if isinstance(wish, str) else list(wish)
+        for name in asked:
             if name not in known:
-                raise OutriderError(f"speculation={speculation!r}: no drafter '{name}' is loaded", "", f"auto, off, or some of {known}")
-        return frozenset([speculation] if isinstance(speculation, str) else speculation)
+                raise OutriderError(f"speculation={wish!r}: no drafter '{name}' is loaded", "", f"auto, off, or some of {known}")
+        return frozenset(asked), limits(found)
 
     def _eos(self) -> set[int]:
         configured = getattr(getattr(getattr(self.engine.target, "module", None), "generation_config", None), "eos_token_id", None)

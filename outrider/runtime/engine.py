@@ -150,11 +150,11 @@ class Engine:
         chosen, reason = self.controller.fill(seqs, draft, reason)
         if not draft.token or any(kind != POINT for kind in draft.kind):
             return draft, everything, reason
-        keep = tree.chain(draft) if self.strict else everything
-        if plan.budget:
-            keep = sorted(set(keep) & set(tree.heaviest(draft, plan.budget)))
-        if chosen is not None:
-            keep = [n for n in chosen if n in set(keep)]
+        keep = everything if chosen is None else chosen
+        if self.strict or plan.budget:
+            allowed = set(tree.chain(draft) if self.strict else everything)
+            allowed &= set(tree.heaviest(draft, plan.budget)) if plan.budget else allowed
+            keep = [n for n in keep if n in allowed]
         return (draft, everything, reason) if len(keep) == len(draft) else (tree.select(draft, keep), keep, reason)
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:

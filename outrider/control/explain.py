@@ -1,0 +1,44 @@
+"""What the controller would do, in numbers for people: the candidate plans, what each is expected to cost and to bring."""
+
+from typing import Any
+
+from outrider.control.controller import MARGIN, Adaptive
+from outrider.control.tables import LOOKED, UNSEEN, Tables
+from outrider.measure.cost import Situation
+
+DEPTHS = (1, 2, 4, 8, 16)
+
+
+def candidates(controller: Any) -> dict[str, Any]:
+    """By situation that was met: every plan with its cost in milliseconds and plain steps, the tokens expected of it, how often
+    its size was observed, the one with the best score, and why."""
+    if not isinstance(controller, Adaptive):
+        plan, reason = controller.choose([])
+        return {"controller": "fixed", "plan": plan.drafters, "reason": reason}
+    tables = controller.tables
+    found = [_situation(tables, at) for at in tables.costs.verify]
+    return {"controller": "adaptive", "predictor": tables.kind, "slowdown_limit": controller.ledger.allowance, "situations": [x for x in found if x]}
+
+
+def _situation(tables: Tables, at: Situation) -> dict[str, Any] | None:
+    page = tables.page(at)
+    if page is None:
+        return None
+    seen = tables.costs.verify[at].seen
+    rows: list[dict[str, Any]] = [
+        {"plan": "plain", "tokens": 1.0, "ms": 1e3 * page.plain, "cost": 1.0, "score": 1.0, "observed": int(seen.get(0, [0])[0])}
+    ]
+    for name in tables.bits:
+        first = sum(tables.next.share(f"{name} s {last}", UNSEEN) for last in range(4)) / 4
+        for depth in DEPTHS:
+            gained = sum(first * page.after[name] ** k for k in range(depth))
+            cost = page.drafting[name][depth] + page.verify[depth]
+            rows.append({
+                "plan": f"{name} {depth}", "tokens": 1 + gained, "ms": 1e3 * page.plain * cost, "cost": cost, "score": (1 + gained) / cost,
+                "observed": int(seen.get(depth, [0])[0]),
+            })  # fmt: skip
+    best = max(rows, key=lambda r: r["score"])
+    why = (
+        "nothing scores above plain decoding" if best["score"] < 1 + MARGIN else f"the most tokens for its cost, up to {max(DEPTHS[-1], LOOKED)} deep"
+    )
+    return {"situation": at.name(), "plans": rows, "best": best["plan"], "why": why}

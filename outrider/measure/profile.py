@@ -1,0 +1,142 @@
+"""The profile of a pair on a machine: what was measured and learned, kept between processes as a JSON file to be read by people.
+
+A profile belongs to the models, the machine, the settings and the libraries that its `fingerprint` names; any other is
+refused with the names of what differs. Writers take turns and merge: what one learned is added to what others wrote
+meanwhile. A file that cannot be read is set aside, never overwritten. Knows nothing of what the numbers mean.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from outrider.core.config import cache_folder
+from outrider.core.errors import OutriderError
+from outrider.measure.machine import processor
+
+VERSION = 1  # of the file's layout
+SAMPLE = 1 << 16  # bytes at either end of a weight file that tell models apart
+log = logging.getLogger("outrider")
+
+Json = dict[str, Any]
+
+
+def fingerprint(models: dict[str, Path | None], **settings: Any) -> dict[str, str]:
+    """What a profile hangs on. models: name -> folder, None for a drafter without one."""
+    return {
+        **{f"model {name}": _digest(folder) if folder else "-" for name, folder in models.items()},
+        "processor": f"{platform.machine()} {processor()} {torch.backends.cpu.get_cpu_capability()}",
+        "cores": str(os.cpu_count()),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "-",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **{key: str(value) for key, value in settings.items()},
+    }
+
+
+def _digest(folder: Path) -> str:
+    """A model by its config and by samples of its weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            digest.update(f.read(SAMPLE))
+            f.seek(max(0, size - SAMPLE))
+            digest.update(f.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def place(mark: dict[str, str]) -> Path:
+    """Where the profile of a fingerprint lies."""
+    name = hashlib.blake2b(json.dumps(mark, sort_keys=True).encode(), digest_size=10).hexdigest()
+    return cache_folder() / "profiles" / f"{name}.json"
+
+
+def load(file: Path, mark: dict[str, str]) -> Json | None:
+    """What a profile holds; None if there is none, or if it could not be read and was set aside.
+
+    Raises OutriderError for a profile of something else, with the keys that differ.
+    """
+    found = _read(file)
+    if found is None:
+        return None
+    other = found["fingerprint"]
+    differing = sorted(key for key in {*other, *mark} if other.get(key) != mark.get(key))
+    if found["version"] != VERSION:
+        differing.append("version")
+    if differing:
+        told = "; ".join(f"{key}: {other.get(key)!r} there, {mark.get(key)!r} here" for key in differing)
+        raise OutriderError(f"{file} is the profile of something else", told, "profile='auto', or a new one by `outrider profile`")
+    data: Json = found["data"]
+    return data
+
+
+def _read(file: Path) -> Json | None:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        if all(isinstance(found[key], kind) for key, kind in (("version", int), ("fingerprint", dict), ("data", dict))):
+            whole: Json = found
+            return whole
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        pass
+    except OSError as unreadable:
+        raise OutriderError(f"{file} cannot be read", str(unreadable), "another file, or profile='off'") from unreadable
+    aside = file.with_name(f"{file.name}.damaged-{os.getpid()}")
+    file.rename(aside)
+    log.warning("%s is no whole profile: it was set aside as %s and is made anew", file, aside.name)
+    return None
+
+
+def save(file: Path, mark: dict[str, str], data: Json, base: Json) -> Json:
+    """Write what is known now. `base`: what this writer knew when it last read or wrote; what it learned since is added to
+    what the file holds by now. Returns a copy of `data`, the next base."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    own: Json = json.loads(json.dumps(data))
+    with _turn(file):
+        there = load(file, mark)
+        whole = own if there is None or there == base else merged(there, own, base)
+        draft = file.with_name(f"{file.name}.{os.getpid()}")
+        draft.write_text(json.dumps({"version": VERSION, "fingerprint": mark, "data": whole}, indent=1), "utf-8")
+        draft.replace(file)
+    return own
+
+
+@contextmanager
+def _turn(file: Path) -> Iterator[None]:
+    """One writer at a time."""
+    with file.with_name(f"{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def merged(theirs: Any, mine: Any, base: Any) -> Any:
+    """`theirs` and what `mine` added to `base`. A list is numbers that begin with how many observations they stand for;
+    the rest of it is averaged by these."""
+    if isinstance(mine, dict):
+        theirs, base = (x if isinstance(x, dict) else {} for x in (theirs, base))
+        return {key: merged(theirs[key], mine[key], base.get(key)) if key in theirs and key in mine else theirs.get(key, mine.get(key))
+                for key in {**theirs, **mine}}  # fmt: skip
+    if (
+        isinstance(mine, list)
+        and isinstance(theirs, list)
+        and len(mine) == len(theirs)
+        and all(isinstance(x, (int, float)) for x in [*mine, *theirs])
+    ):
+        known = base[0] if isinstance(base, list) and base else 0
+        added = max(mine[0] - known, 0)
+        count = theirs[0] + added
+        return [count, *((a * theirs[0] + b * added) / count if count else b for a, b in zip(theirs[1:], mine[1:], strict=True))]
+    return mine if mine != base else theirs

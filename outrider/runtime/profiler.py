@@ -1,0 +1,191 @@
+"""Measures what steps cost before they are needed, and keeps what is known of a pair between processes.
+
+A sweep writes a text of its own while the engine is idle, at every number of drafted tokens in turn, and takes the medians:
+cliffs stay where they are. What is learned afterwards, step by step, is merged into the same profile.
+"""
+
+import atexit
+import logging
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outrider.control.fixed import Told
+from outrider.control.tables import Tables
+from outrider.core import tree
+from outrider.core.errors import OutriderError
+from outrider.core.types import Draft, Outcome, Places, Plan, Request, SamplingParams, Sequence, StepRecord
+from outrider.measure import profile
+from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, Curve, Situation, situation
+from outrider.runtime.engine import Engine
+
+PATIENCE = 0.4  # seconds that a sweep may take when nobody asked for one
+EVERY = 30.0  # seconds between two writings of what was learned
+NODES = (*range(17), 20, 24, 32)
+LEVELS = tuple(range(1, 9))
+CONTEXT, REPEATS, WARM = 192, 5, 3
+FILLER = "filler"
+log = logging.getLogger("outrider")
+
+
+class Filler:
+    """A Drafter of arbitrary tokens: only their number matters."""
+
+    name = FILLER
+
+    def __init__(self, vocab: int) -> None:
+        self.draw, self.vocab = random.Random(0), vocab
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def end(self, seq: Sequence) -> None: ...
+
+    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1) -> Draft:
+        for place in frontier:
+            tokens = [self.draw.randrange(self.vocab) for _ in range(levels)]
+            draft = tree.run(draft, place, tokens, source, [0.0] * levels)
+        return draft
+
+
+def sweep(
+    engine: Engine, tables: Tables, *, context: int = CONTEXT, rows: int = 1, sampled: bool = False, patience: float = PATIENCE, repeats: int = REPEATS
+) -> int:  # fmt: skip
+    """Measure steps of `rows` rows at `context` tokens for up to `patience` seconds; returns how many were taken.
+
+    Raises OutriderError when requests are running: they would be timed too.
+    """
+    if engine.batcher.running or engine.batcher.waiting:
+        raise OutriderError("a profile cannot be taken while requests run", "their steps would be timed with it", "waiting for them")
+    filler = Filler(engine.target.spec.vocab_size)
+    before, drafters = engine.controller, engine.drafters
+    engine.drafters, engine.bits = {**drafters, FILLER: filler}, {**engine.bits, FILLER: 1 << len(drafters)}
+    try:
+        return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats)
+    finally:
+        engine.controller, engine.drafters = before, drafters
+        engine.bits.pop(FILLER, None)
+
+
+def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:
+    spec, found = engine.target.spec, _Found()
+    room = min(spec.context, context + 2 * DEEPEST * repeats * (len(NODES) + 16))
+    params = SamplingParams(temperature=1.0 if sampled else 0.0, max_tokens=room - context, ignore_eos=True, seed=1)
+    seqs = [
+        engine.submit(Request(f"sweep-{r}", tuple(filler.draw.randrange(spec.vocab_size) for _ in range(context)), params, 1, "coupled"))
+        for r in range(rows)
+    ]
+    plans = _plans([name for name, part in engine.drafters.items() if hasattr(part, "model")], repeats)
+    end, taken, tier = time.perf_counter() + patience, 0, ""
+    try:
+        for plan in plans:
+            engine.controller = Told(lambda _, plan=plan: (plan, "sweep"))  # type: ignore[misc]
+            engine.step()
+            record, taken = seqs[0].records[-1], taken + 1
+            tier = record.tiers.get("target", "")
+            found.add(record, rows)
+            if (time.perf_counter() > end and taken > len(NODES) // 2) or any(s.finish_reason for s in seqs):
+                break
+    finally:
+        for seq in seqs:
+            engine.cancel(seq)
+    found.tell(tables.costs, situation(tier, rows, context, sampled))
+    return taken
+
+
+def _plans(models: list[str], repeats: int) -> Iterator[Plan]:
+    """Warm up, then every size in turn, `repeats` times, the coarse ones first, then plain steps in a row."""
+    yield from [Plan()] * WARM
+    for _ in range(repeats):
+        for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n)):
+            yield Plan(((FILLER, n, 1),) if n else ())
+        for name in models:
+            yield from (Plan(((name, n, 1),)) for n in (1, *LEVELS))
+        yield from [Plan()] * (CALM + 4)
+
+
+class _Found:
+    """Times by what was done."""
+
+    def __init__(self) -> None:
+        self.verify: dict[int, list[float]] = {}
+        self.draft: dict[str, dict[int, list[float]]] = {}
+        self.far: dict[str, list[tuple[int, float]]] = {}
+        self.read: dict[str, int] = {}
+        self.steady: list[float] = []
+        self.seen, self.plain = 0, 0
+
+    def add(self, record: StepRecord, rows: int) -> None:
+        self.seen += 1
+        drafting = 0.0
+        for name, levels in record.levels.items():
+            took = record.seconds.get(f"draft {name}", 0.0)
+            drafting += took
+            behind, self.read[name] = record.context[0] - self.read.get(name, 0), record.context[0] + record.emitted[0]
+            if behind > FAR:
+                self.far.setdefault(name, []).append((behind, took))
+            elif name != FILLER:
+                self.draft.setdefault(name, {}).setdefault(levels, []).append(took)
+        own = record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting
+        self.plain = 0 if record.levels else self.plain + 1
+        if self.plain > CALM:
+            self.steady.append(own)
+        elif self.seen > WARM and all(name == FILLER for name in record.levels):
+            self.verify.setdefault(max(record.drafted), []).append(own)
+
+    def tell(self, costs: Costs, at: Situation) -> None:
+        """Medians become what the tables expect; how far single steps lay above them becomes the spread."""
+        middle = {n: median(times) for n, times in self.verify.items() if n <= DEEPEST}
+        if 0 not in middle:
+            return
+        over = sorted(t / middle[n] for n, times in self.verify.items() if n in middle for t in times)
+        spread = max(over[int(0.99 * (len(over) - 1))], 1.05)
+        slope = (middle[max(middle)] - middle[0]) / (max(middle) or 1)
+        costs.pace = 1.0
+        costs.verify[at] = Curve(middle[0], max(slope, 0.0), {n: [float(len(self.verify[n])), t] for n, t in middle.items()}, spread)
+        costs.plains[at] = costs.plains.get(at, 0) + len(self.verify[0])
+        if self.steady:
+            costs.steady[at] = median(self.steady)
+        for name, times in self.draft.items():
+            seen = {n: [float(len(ts)), median(ts)] for n, ts in times.items() if n <= DEEPEST}
+            each = seen[max(seen)][1] / max(seen)
+            costs.draft[name, at] = Curve(0.0, each, seen)
+            if name in self.far:
+                costs.catch_up[name] = median([max(took - seen[min(seen)][1], 0.0) / behind for behind, took in self.far[name]])
+
+
+class Keeper:
+    """Keeps the tables of a runtime: loads them, sweeps what was never measured, writes what was learned."""
+
+    def __init__(self, tables: Tables, mark: dict[str, str], file: Path | None, base: dict[str, Any]) -> None:
+        self.tables, self.mark, self.file, self.base = tables, mark, file, base
+        self.saved, self.swept = time.monotonic(), set[str]()
+        if file is not None:
+            atexit.register(self.save)
+
+    def idle(self, engine: Engine) -> None:
+        """Nobody waits: measure a tier that was never measured, and write now and then."""
+        if engine.batcher.running or engine.batcher.waiting:
+            return
+        tier = engine.controller.tier() if hasattr(engine.controller, "tier") else None
+        if tier is not None and PATIENCE and tier not in self.swept:
+            self.swept.add(tier)
+            at = situation(tier, 1, CONTEXT, False)
+            if self.tables.costs.verify.get(at) is None or len(self.tables.costs.verify[at].seen) < len(NODES) // 2:
+                sweep(engine, self.tables, context=min(CONTEXT, engine.target.spec.context // 2))
+        if time.monotonic() - self.saved > EVERY:
+            self.save()
+
+    def save(self) -> None:
+        """Write what was learned; a disk that refuses costs nothing but the profile."""
+        if self.file is None:
+            return
+        self.saved = time.monotonic()
+        try:
+            self.base = profile.save(self.file, self.mark, self.tables.state(), self.base)
+        except (OSError, OutriderError) as unable:
+            log.warning("the profile %s was not written: %s", self.file, unable)
