@@ -6,7 +6,7 @@ writes scratch only, so a step that fails or is interrupted loses nothing.
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,11 +28,15 @@ SILENCE = RowNoise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.
 class Clock:
     """Seconds per stage of one step."""
 
+    read: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
+    last: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.last = self.read()
 
     def mark(self, stage: str) -> None:
-        now = time.perf_counter()
+        now = self.read()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
         self.last = now
 
@@ -45,6 +49,7 @@ class Engine:
         self.bits = {name: 1 << i for i, name in enumerate(drafters)}
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
+        self.now = time.perf_counter  # a replay has a clock of its own
         timed: dict[str, Any] = {TARGET: target, **{name: getattr(part, "model", None) for name, part in drafters.items()}}
         self.meters = {name: model.meter for name, model in timed.items() if hasattr(model, "meter")}
 
@@ -93,7 +98,7 @@ class Engine:
         assert not seq.slots, f"{list(seq.slots)} left behind"
 
     def _step(self, seqs: list[Sequence]) -> None:
-        clock = Clock()
+        clock = Clock(self.now)
         plan, reason = self.controller.choose(seqs)
         if plan.drafters and not any(_allowed(s, name) for s in seqs for name, _, _ in plan.drafters):
             plan, reason = Plan(), "off:request"

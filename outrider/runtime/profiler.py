@@ -79,7 +79,8 @@ def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: i
         engine.submit(Request(f"sweep-{r}", tuple(filler.draw.randrange(spec.vocab_size) for _ in range(context)), params, 1, "coupled"))
         for r in range(rows)
     ]
-    plans = _plans([name for name, part in engine.drafters.items() if hasattr(part, "model")], repeats)
+    models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
+    plans = _plans(models, [name for name in engine.drafters if name not in [*models, FILLER]], repeats)
     end, taken, tier = time.perf_counter() + patience, 0, ""
     try:
         for plan in plans:
@@ -97,7 +98,7 @@ def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: i
     return taken
 
 
-def _plans(models: list[str], repeats: int) -> Iterator[Plan]:
+def _plans(models: list[str], others: list[str], repeats: int) -> Iterator[Plan]:
     """Warm up, then every size in turn, `repeats` times, the coarse ones first, then plain steps in a row."""
     yield from [Plan()] * WARM
     for _ in range(repeats):
@@ -105,6 +106,8 @@ def _plans(models: list[str], repeats: int) -> Iterator[Plan]:
             yield Plan(((FILLER, n, 1),) if n else ())
         for name in models:
             yield from (Plan(((name, n, 1),)) for n in (1, *LEVELS))
+        for name in others:
+            yield from [Plan(((name, 4, 1),))] * 2
         yield from [Plan()] * (CALM + 4)
 
 
@@ -152,7 +155,7 @@ class _Found:
             costs.steady[at] = median(self.steady)
         for name, times in self.draft.items():
             seen = {n: [float(len(ts)), median(ts)] for n, ts in times.items() if n <= DEEPEST}
-            each = seen[max(seen)][1] / max(seen)
+            each = seen[max(seen)][1] / max(seen) if len(seen) > 2 else 0.1 * seen[min(seen)][1]  # who goes on in one call
             costs.draft[name, at] = Curve(0.0, each, seen)
             if name in self.far:
                 costs.catch_up[name] = median([max(took - seen[min(seen)][1], 0.0) / behind for behind, took in self.far[name]])

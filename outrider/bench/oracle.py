@@ -1,0 +1,118 @@
+"""What could have been reached on a trace: in hindsight, and by one who knows how likely every guess is but not how it ends.
+
+Hindsight: V(t) = min over (drafter, depth) of cost + V(t + 1 + accepted), exact by dynamic programming; no policy can know it.
+Informed: at every position the plan that maximises tokens - rate x cost, with the acceptance probabilities that the
+trace itself shows and the rate at which this very policy produces (Dinkelbach's iteration).
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from outrider.bench.replay import DEPTH, Text, Trace, tier_of
+from outrider.control.predict import bucket
+from outrider.measure.cost import Costs, situation
+
+Choice = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds of plans on one text. A drafter's catching up is left out: an optimum that pays for none is a stricter one."""
+
+    plain: float
+    verify: list[float]
+    draft: dict[str, list[float]]
+
+    def of(self, name: str, depth: int) -> float:
+        return self.plain if depth == 0 else self.verify[depth] + self.draft[name][depth]
+
+
+def prices(trace: Trace, text: Text) -> Prices:
+    costs = Costs({})
+    costs.take(trace.costs)
+    at = situation(tier_of(trace), 1, text.length + len(text.tokens), text.sampled)
+    curve = costs.verifying(at)
+    assert curve is not None
+    drafting = {}
+    for name in trace.drafters:
+        own = costs.drafting(name, at)
+        assert own is not None
+        drafting[name] = own.drawn().line
+    return Prices(min(costs.plainly(at), curve.line[0]), curve.drawn().line, drafting)
+
+
+def accepted(text: Text, name: str, t: int) -> int:
+    """Guesses of a drafter at position t that came true."""
+    count = 0
+    for guess, token in zip(text.guesses[name][t][0], text.tokens[t:], strict=False):
+        if guess != token:
+            break
+        count += 1
+    return count
+
+
+def hindsight(trace: Trace, text: Text) -> float:
+    """Seconds of the best plans for a text whose end is known."""
+    price, total = prices(trace, text), len(text.tokens)
+    best = [0.0] * (total + DEPTH + 2)
+    for t in range(total - 1, -1, -1):
+        best[t] = price.plain + best[t + 1]
+        for name in trace.drafters:
+            right = accepted(text, name, t)
+            for depth in range(1, min(right, total - t - 1) + 1):
+                best[t] = min(best[t], price.of(name, depth) + best[t + 1 + depth])
+    return best[0]
+
+
+def informed(trace: Trace, text: Text) -> float:
+    """Seconds of one who knows the probabilities of this text's own guesses."""
+    price, table, total = prices(trace, text), _shares(trace, text), len(text.tokens)
+    rate, seconds = 1 / price.plain, 0.0
+    for _ in range(8):
+        t, seconds = 0, 0.0
+        while t < total:
+            name, depth = _best(trace, text, t, price, table, rate)
+            seconds += price.of(name, depth)
+            t += 1 + min(depth, accepted(text, name, t) if depth else 0, total - t - 1)
+        if abs(total / seconds - rate) < 1e-3 * rate:
+            break
+        rate = total / seconds
+    return seconds
+
+
+def _best(trace: Trace, text: Text, t: int, price: Prices, table: dict[tuple[str, int, int], float], rate: float) -> Choice:
+    best, choice = 1 - rate * price.plain, (trace.drafters[0], 0)
+    for name in trace.drafters:
+        survival, gained = 1.0, 1.0
+        for depth, score in enumerate(text.guesses[name][t][1][: len(text.tokens) - t - 1], 1):
+            survival *= table[name, min(depth, 3), bucket(score)]
+            gained += survival
+            worth = gained - rate * price.of(name, depth)
+            if worth > best:
+                best, choice = worth, (name, depth)
+    return choice
+
+
+def _shares(trace: Trace, text: Text) -> dict[tuple[str, int, int], float]:
+    """How often guesses of a drafter, depth and score came true, given that those before them did; on this text, leaning on
+    all texts of its category."""
+    own, all_ = _count(trace, [text]), _count(trace, [t for t in trace.texts if t.category == text.category])
+    out: dict[tuple[str, int, int], float] = defaultdict(lambda: 0.5)
+    for key, (seen, right) in all_.items():
+        n, r = own.get(key, (0, 0))
+        out[key] = (r + 4 * right / seen) / (n + 4)
+    return out
+
+
+def _count(trace: Trace, texts: list[Text]) -> dict[tuple[str, int, int], tuple[int, int]]:
+    found: dict[tuple[str, int, int], tuple[int, int]] = {}
+    for text in texts:
+        for name in trace.drafters:
+            for t in range(len(text.tokens)):
+                right = accepted(text, name, t)
+                scores = text.guesses[name][t][1][: len(text.tokens) - t]
+                for depth, score in enumerate(scores[: right + 1], 1):
+                    key = (name, min(depth, 3), bucket(score))
+                    seen, came = found.get(key, (0, 0))
+                    found[key] = (seen + 1, came + (depth <= right))
+    return found

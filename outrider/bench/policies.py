@@ -1,0 +1,114 @@
+"""Policies to be compared with ours, as controllers: what others ship, and the textbook's bandit. Source: `transformers`'
+assisted generation (threshold 0.4, at most 20 tokens), SGLang's moving average of accepted lengths, UCB1 (Auer et al. 2002).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from outrider.control.controller import Adaptive
+from outrider.control.fixed import Told, fixed
+from outrider.control.tables import Tables
+from outrider.core.config import nearest
+from outrider.core.sockets import Controller
+from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
+from outrider.measure.cost import Costs
+
+DYNAMIC_CAP, DYNAMIC_THRESHOLD = 20, 0.4
+DEPTHS = (2, 4, 8, 16)
+
+
+def chain(name: str, depth: int) -> Plan:
+    return Plan(((name, depth, 1),)) if depth else Plan()
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold(Told):
+    """Draft on while the drafter's own estimate stays at or above a threshold."""
+
+    floor: float = DYNAMIC_THRESHOLD
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        return [p for p in frontier if p < 0 or draft.score[p] >= self.floor]
+
+
+@dataclass(slots=True)
+class MovingAverage:
+    """As deep as drafts of late were right, and one more."""
+
+    name: str
+    rate: float = 0.2
+    cap: int = 16
+    mean: float = 3.0
+
+    def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        return chain(self.name, min(max(round(self.mean) + 1, 1), self.cap)), "average"
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        return frontier
+
+    def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
+        return None, reason
+
+    def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
+        if any(record.drafted):
+            self.mean += self.rate * (sum(record.accepted) / len(record.accepted) - self.mean)
+
+    def end(self, seq: Sequence) -> None: ...
+
+
+@dataclass(slots=True)
+class Bandit:
+    """UCB1 over plans; the reward of a step is its tokens a second over the best seen."""
+
+    plans: list[Plan]
+    pulls: list[int] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    best: float = 1e-9
+    at: int = 0
+
+    def __post_init__(self) -> None:
+        self.pulls, self.means = [0] * len(self.plans), [0.0] * len(self.plans)
+
+    def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        total = sum(self.pulls) + 1
+        bound = [m + math.sqrt(2 * math.log(total) / n) if n else math.inf for m, n in zip(self.means, self.pulls, strict=True)]
+        self.at = bound.index(max(bound))
+        return self.plans[self.at], "ucb1"
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        return frontier
+
+    def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
+        return None, reason
+
+    def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
+        rate = sum(record.emitted) / max(record.reading.seconds, 1e-9)
+        self.best = max(self.best, rate)
+        self.pulls[self.at] += 1
+        self.means[self.at] += (rate / self.best - self.means[self.at]) / self.pulls[self.at]
+
+    def end(self, seq: Sequence) -> None: ...
+
+
+def policy(name: str, drafters: list[str], costs: dict, tier: str, state: dict | None = None) -> Controller:
+    """By name: plain, NAME:K, dynamic:NAME, average:NAME, ucb1, adaptive or adaptive:PREDICTOR (which begin with the costs
+    of the trace, and with `state` if it is given)."""
+    kind, _, rest = name.partition(":")
+    if name == "plain":
+        return fixed(Plan())
+    if kind in drafters and rest.isdigit():
+        return fixed(chain(kind, int(rest)))
+    if kind == "dynamic" and rest in drafters:
+        return Threshold(lambda seqs: (chain(rest, DYNAMIC_CAP), "dynamic"))
+    if kind == "average" and rest in drafters:
+        return MovingAverage(rest)
+    if name == "ucb1":
+        return Bandit([Plan(), *(chain(d, k) for d in drafters for k in DEPTHS)])
+    if kind == "adaptive":
+        bits = {d: 1 << i for i, d in enumerate(drafters)}
+        known = Costs({})
+        tables = Tables(bits, known, rest or "logistic", state={"costs": costs, **(state or {})})
+        return Adaptive(tables, lambda: tier)
+    raise nearest(
+        name, ["plain", "ucb1", "adaptive", *(f"{d}:4" for d in drafters), *(f"{k}:{d}" for k in ("dynamic", "average") for d in drafters)], "policy"
+    )

@@ -1,0 +1,248 @@
+"""Record once, replay any policy: the same engine and controllers over texts and guesses that were written down, on a clock
+that advances by a table of costs.
+
+A trace holds, per prompt, the target's tokens and at every position each drafter's own continuation with its scores. Greedy
+and seeded sampling replay exactly: what comes out hangs on nothing else. The time of the controllers' own thinking is
+measured apart, live.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench import prompts
+from outrider.control.fixed import Told
+from outrider.core import tree
+from outrider.core.errors import OutriderError
+from outrider.core.sockets import Controller
+from outrider.core.types import Can, Draft, ModelSpec, Outcome, Places, Plan, Request, SamplingParams, Scores, Sequence, StepRecord
+from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, situation
+from outrider.runtime.door import Runtime
+from outrider.runtime.engine import Engine
+
+DEPTH = 16  # of the continuations that are written down
+TIER = "replay"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens."""
+
+    prompt: str
+    category: str
+    sampled: bool
+    length: int
+    tokens: list[int]
+    guesses: dict[str, list[tuple[list[int], list[float]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Texts, the drafters' marks in their order, and the costs measured with them (a Costs' state)."""
+
+    drafters: list[str]
+    costs: dict[str, Any]
+    texts: list[Text]
+
+    def save(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps({"version": VERSION, "drafters": self.drafters, "costs": self.costs})
+        file.write_text("\n".join([head, *(json.dumps(asdict(t)) for t in self.texts)]) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> "Trace":
+        try:
+            head, *lines = file.read_text("utf-8").splitlines()
+            about = json.loads(head)
+            if about["version"] != VERSION:
+                raise OutriderError(f"{file} is a trace of version {about['version']}", f"this is version {VERSION}", "recording it again")
+            return cls(about["drafters"], about["costs"], [Text(**json.loads(line)) for line in lines])
+        except FileNotFoundError as absent:
+            raise OutriderError(f"there is no trace {file}", "", "outrider bench record") from absent
+        except (ValueError, KeyError, TypeError) as damaged:
+            raise OutriderError(f"{file} is no trace", str(damaged), "recording it again") from damaged
+
+
+@dataclass(frozen=True, slots=True)
+class _Silent(Told):
+    """Lets every drafter guess and verifies nothing: the text is plain decoding's."""
+
+    def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
+        return [], reason
+
+
+def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs: Costs, progress: Callable[[str], None] = print) -> Trace:
+    """Write down what `rt`'s target writes, and what its drafters would have guessed at every position."""
+    engine, texts = rt.engine, []
+    before = engine.controller
+    engine.controller = _Silent(lambda seqs: (Plan(tuple((name, DEPTH, 1) for name in engine.drafters)), "record"))
+    try:
+        for prompt in asked:
+            progress(prompt.id)
+            request = rt.request(prompt.encode(rt.tokenizer), max_tokens=max_tokens, temperature=prompt.temperature, seed=1, rule="coupled")
+            seq = engine.submit(request)
+            while seq.finish_reason is None:
+                engine.step()
+            guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
+            texts.append(Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses))
+    finally:
+        engine.controller = before
+    return Trace(list(engine.drafters), costs.state(), texts)
+
+
+def _own(record: StepRecord, bit: int) -> tuple[list[int], list[float]]:
+    """The chain of one drafter."""
+    draft = record.draft
+    assert draft is not None
+    nodes = [n for n, source in enumerate(draft.source) if source & bit]
+    return draft.text(nodes), [round(draft.score[n], 5) for n in nodes]
+
+
+class World:
+    """The clock, the costs and the text of a replay."""
+
+    def __init__(self, costs: Costs, tier: str) -> None:
+        self.costs, self.tier, self.time = costs, tier, 0.0
+        self.text: Text | None = None
+        self.read: dict[str, int] = {}
+        self.plain = 0
+
+    def now(self) -> float:
+        return self.time
+
+    def at(self) -> Any:
+        assert self.text is not None
+        return situation(self.tier, 1, self.text.length + len(self.text.tokens), self.text.sampled)
+
+    def verify(self, nodes: int) -> None:
+        """A target's step of so many nodes."""
+        self.plain = 0 if nodes else self.plain + 1
+        curve = self.costs.verifying(self.at())
+        assert curve is not None
+        self.time += self.costs.plainly(self.at()) if self.plain > CALM else curve.drawn().line[min(nodes, DEEPEST)]
+
+    def draft(self, name: str, levels: int, more: int, length: int) -> None:
+        """A drafter goes `more` levels deeper."""
+        curve = self.costs.drafting(name, self.at())
+        assert curve is not None
+        line = curve.drawn().line
+        if levels == 0:
+            behind, self.read[name] = length - self.read.get(name, 0), length
+            self.time += self.costs.catching_up(name, self.at(), behind) if behind > FAR else 0.0
+        self.time += line[min(levels + more, DEEPEST)] - (line[levels] if levels else 0.0)
+
+
+class _Target:
+    """A Model that writes the text of the trace."""
+
+    class _Meter:
+        def __init__(self, tier: str) -> None:
+            self.tier = tier
+
+        def take(self) -> float:
+            return 0.0
+
+    def __init__(self, world: World) -> None:
+        self.world, self.meter = world, self._Meter(world.tier)
+        self.spec = ModelSpec("replay", "-", 1 << 30, 1 << 30, 1, 1, 0, "cpu", "float32", Can())
+
+    def open(self, seq: Sequence) -> None: ...
+
+    def close(self, seq: Sequence) -> None: ...
+
+    def prefill(self, seqs: list[Sequence]) -> None: ...
+
+    def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+    def view(self, layers: tuple[int, ...]) -> "_Target":
+        raise NotImplementedError
+
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
+        """What comes next is what came next; below a wrong guess, something that is no token."""
+        assert self.world.text is not None
+        tokens, done = self.world.text.tokens, seqs[0].produced
+        found = []
+        for place in places:
+            path = draft.text(tree.ancestors(draft, place))
+            right = path == tokens[done : done + len(path)] and done + len(path) < len(tokens)
+            found.append([float(tokens[done + len(path)]) if right else -1.0, 0.0, 0.0])
+        self.world.verify(len(places) - 1)
+        return Scores(torch.empty(len(found), 0), found=torch.tensor([found], dtype=torch.float64))
+
+
+class _Guesser:
+    """A Drafter that repeats what was written down; it goes a level at a time where the one it stands for did."""
+
+    def __init__(self, name: str, world: World, at_once: bool) -> None:
+        self.name, self.world, self.at_once = name, world, at_once
+
+    def begin(self, seq: Sequence) -> None:
+        self.world.read.pop(self.name, None)
+
+    def end(self, seq: Sequence) -> None: ...
+
+    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1) -> Draft:
+        assert self.world.text is not None
+        seq, place = seqs[0], frontier[0]
+        tokens, scores = self.world.text.guesses[self.name][seq.produced]
+        done = 0 if place < 0 else draft.depth[place]
+        upto = min(done + (levels if self.at_once else 1), len(tokens))
+        self.world.draft(self.name, done, max(upto - done, 1), len(seq.tokens))
+        return tree.run(draft, place, tokens[done:upto], source, scores[done:upto]) if upto > done else draft
+
+
+def engine_of(trace: Trace, world: World, controller: Controller, at_once: tuple[str, ...] = ("lookup",)) -> Engine:
+    """The real engine over a trace."""
+    engine = Engine(_Target(world), {name: _Guesser(name, world, name in at_once) for name in trace.drafters}, controller, 1)
+    engine.now = world.now
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One text under one policy: seconds, steps, nodes drafted and accepted, and the records."""
+
+    text: Text
+    seconds: float
+    steps: int
+    drafted: int
+    accepted: int
+    records: list[StepRecord]
+
+
+def replay(trace: Trace, controller: Controller) -> list[Replayed]:
+    """Every text of the trace, one after the other, under one controller."""
+    costs = Costs({})
+    costs.take(trace.costs)
+    world = World(costs, tier_of(trace))
+    engine, out = engine_of(trace, world, controller), []
+    for i, text in enumerate(trace.texts):
+        world.text, start = text, world.time
+        params = SamplingParams(max_tokens=len(text.tokens), temperature=0.0, ignore_eos=True)
+        prompt = tuple([0] * text.length)
+        seq = engine.submit(Request(f"replay-{i}", prompt, params, 0, "coupled"))
+        while seq.finish_reason is None:
+            engine.step()
+        assert seq.generated == text.tokens, "a replay wrote another text"
+        drafted, accepted = sum(r.drafted[0] for r in seq.records), sum(r.accepted[0] for r in seq.records)
+        out.append(Replayed(text, world.time - start, len(seq.records), drafted, accepted, seq.records))
+    return out
+
+
+def tier_of(trace: Trace) -> str:
+    """The tier whose costs the trace holds: the one most observed."""
+    plains: dict[str, int] = {}
+    for name, count in trace.costs["plains"].items():
+        tier = name.split(" ")[0]
+        plains[tier] = plains.get(tier, 0) + count
+    if not plains:
+        raise OutriderError("the trace holds no costs", "nothing was measured when it was recorded", "recording it again")
+    best = max(plains, key=lambda tier: plains[tier])
+    return "" if best == "-" else best
