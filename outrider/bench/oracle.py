@@ -7,24 +7,30 @@ trace itself shows and the rate at which this very policy produces (Dinkelbach's
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import combinations
 
 from outrider.bench.replay import DEPTH, Text, Trace, tier_of
 from outrider.control.predict import bucket
-from outrider.measure.cost import Costs, situation
+from outrider.measure.cost import CALM, Costs, situation
 
 Choice = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Seconds of plans on one text. A drafter's catching up is left out: an optimum that pays for none is a stricter one."""
+    """Seconds of plans on one text; `first`: what a drafter's first use costs more, its reading of the prompt."""
 
-    plain: float
+    steady: float
     verify: list[float]
     draft: dict[str, list[float]]
+    first: dict[str, float]
+
+    def plain(self, calm: int) -> float:
+        """A plain step after `calm` others."""
+        return self.steady if calm >= CALM else self.verify[0]
 
     def of(self, name: str, depth: int) -> float:
-        return self.plain if depth == 0 else self.verify[depth] + self.draft[name][depth]
+        return self.verify[depth] + self.draft[name][depth]
 
 
 def prices(trace: Trace, text: Text) -> Prices:
@@ -33,12 +39,17 @@ def prices(trace: Trace, text: Text) -> Prices:
     at = situation(tier_of(trace), 1, text.length + len(text.tokens), text.sampled)
     curve = costs.verifying(at)
     assert curve is not None
-    drafting = {}
+    drafting, first = {}, {}
     for name in trace.drafters:
         own = costs.drafting(name, at)
         assert own is not None
-        drafting[name] = own.drawn().line
-    return Prices(min(costs.plainly(at), curve.line[0]), curve.drawn().line, drafting)
+        drafting[name], first[name] = own.drawn().line, costs.catching_up(name, at, text.length)
+    return Prices(costs.plainly(at), curve.drawn().line, drafting, first)
+
+
+def _teams(trace: Trace) -> list[tuple[str, ...]]:
+    """Every set of drafters: who is in it reads the prompt once."""
+    return [team for n in range(len(trace.drafters) + 1) for team in combinations(trace.drafters, n)]
 
 
 def accepted(text: Text, name: str, t: int) -> int:
@@ -53,26 +64,36 @@ def accepted(text: Text, name: str, t: int) -> int:
 
 def hindsight(trace: Trace, text: Text) -> float:
     """Seconds of the best plans for a text whose end is known."""
-    price, total = prices(trace, text), len(text.tokens)
-    best = [0.0] * (total + DEPTH + 2)
+    price = prices(trace, text)
+    return min(_hindsight(text, price, team) + sum(price.first[name] for name in team) for team in _teams(trace))
+
+
+def _hindsight(text: Text, price: Prices, team: tuple[str, ...]) -> float:
+    total = len(text.tokens)
+    later = [[0.0] * (CALM + 1) for _ in range(total + DEPTH + 2)]  # by position and plain steps before it
     for t in range(total - 1, -1, -1):
-        best[t] = price.plain + best[t + 1]
-        for name in trace.drafters:
-            right = accepted(text, name, t)
-            for depth in range(1, min(right, total - t - 1) + 1):
-                best[t] = min(best[t], price.of(name, depth) + best[t + 1 + depth])
-    return best[0]
+        drafted = [
+            price.of(name, depth) + later[t + 1 + depth][0] for name in team for depth in range(1, min(accepted(text, name, t), total - t - 1) + 1)
+        ]
+        later[t] = [min([price.plain(calm) + later[t + 1][min(calm + 1, CALM)], *drafted]) for calm in range(CALM + 1)]
+    return later[0][CALM]
 
 
 def informed(trace: Trace, text: Text) -> float:
     """Seconds of one who knows the probabilities of this text's own guesses."""
-    price, table, total = prices(trace, text), _shares(trace, text), len(text.tokens)
-    rate, seconds = 1 / price.plain, 0.0
+    price, table = prices(trace, text), _shares(trace, text)
+    return min(_informed(text, price, table, team) + sum(price.first[name] for name in team) for team in _teams(trace))
+
+
+def _informed(text: Text, price: Prices, table: dict[tuple[str, int, int], float], team: tuple[str, ...]) -> float:
+    total = len(text.tokens)
+    rate, seconds = 1 / price.steady, 0.0
     for _ in range(8):
-        t, seconds = 0, 0.0
+        t, seconds, calm = 0, 0.0, CALM
         while t < total:
-            name, depth = _best(trace, text, t, price, table, rate)
-            seconds += price.of(name, depth)
+            name, depth = _best(text, t, price, table, team, rate, calm)
+            seconds += price.of(name, depth) if depth else price.plain(calm)
+            calm = 0 if depth else calm + 1
             t += 1 + min(depth, accepted(text, name, t) if depth else 0, total - t - 1)
         if abs(total / seconds - rate) < 1e-3 * rate:
             break
@@ -80,9 +101,11 @@ def informed(trace: Trace, text: Text) -> float:
     return seconds
 
 
-def _best(trace: Trace, text: Text, t: int, price: Prices, table: dict[tuple[str, int, int], float], rate: float) -> Choice:
-    best, choice = 1 - rate * price.plain, (trace.drafters[0], 0)
-    for name in trace.drafters:
+def _best(
+    text: Text, t: int, price: Prices, table: dict[tuple[str, int, int], float], team: tuple[str, ...], rate: float, calm: int
+) -> Choice:  # fmt: skip
+    best, choice = 1 - rate * price.plain(calm), ("", 0)
+    for name in team:
         survival, gained = 1.0, 1.0
         for depth, score in enumerate(text.guesses[name][t][1][: len(text.tokens) - t - 1], 1):
             survival *= table[name, min(depth, 3), bucket(score)]

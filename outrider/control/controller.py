@@ -16,7 +16,7 @@ from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
 from outrider.measure.trace import verdicts
 
-MARGIN = 0.03  # a plan must promise that much more than plain decoding
+MARGIN, RISK = 0.03, 0.10  # what a plan must promise more than plain decoding; and to start a drafter that costs something
 LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that does not seem to pay, at first and at last; its levels
@@ -26,19 +26,27 @@ WARM, WHOLE = 32, 8  # the first drafts of a new pair are verified whole, to thi
 YOUNG, SAMPLE = 256, 4  # steps that are all learned from; of later ones, one in so many
 BATCH, EARLY = 8, 2  # steps that are learned from together, later and at first
 OFF = Plan()
+LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
 @dataclass(slots=True)
 class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
-    vain, and the length of the text when it last read it; how deep drafts are worth looking at (`reach`)."""
+    vain, and the length of the text when it last read it; how deep drafts are worth looking at
+    (`reach`); by drafter, tokens promised of late and those that came (`kept`)."""
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)
     vain: dict[str, int] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
     reach: int = WHOLE
+    kept: dict[str, list[float]] = field(default_factory=dict)
+
+    def luck(self, name: str) -> float:
+        """What a drafter kept of its promises to this request."""
+        promised, came = self.kept.get(name, (0.0, 0.0))
+        return (came + LENIENT) / (promised + LENIENT)
 
 
 @dataclass(slots=True)
@@ -54,6 +62,7 @@ class Step:
     levels: dict[str, int] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
     best: tuple[int, int, float] = (0, 0, 1.0)
+    promised: dict[str, float] = field(default_factory=dict)
     probing: bool = False
 
 
@@ -158,21 +167,22 @@ class Adaptive:
         step = self.step
         assert step is not None
         page, alone = step.page, [step.page.alone[name][row.history & 3] for row in step.rows]
-        best = sum([score for score, _ in alone]) / len(alone)
+        gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
+        best = (1 + gained) / max([promise.cost for promise in alone])
         if self.steps < self.due[name]:
-            if best * step.plain < 1 + MARGIN:
+            if best * step.plain < 1 + RISK:
                 return self._later(name)
             if draft.token and best < self._best(draft)[1]:
                 return False
         have = max(self._best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
-        most = max([k for _, k in alone])
+        most = max([promise.levels for promise in alone])
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
         if step.spent + wait + page.drafting[name][most] + page.seconds[most] > step.room:
             return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
         best *= self._tilt(name, draft)
-        if best >= have * (1 + MARGIN) and 2 * wait <= ahead * (1 / have - 1 / best):
-            self.pause[name] = PROBE
+        if best >= have * (1 + RISK) and 2 * wait <= ahead * (1 / have - 1 / best):
+            self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
             return True
         return self._try_anyway(name, wait) or (draft.token == [] and self._later(name))
 
@@ -340,9 +350,9 @@ class Adaptive:
                 self.page = self.tables.page(at)
         self._charge(seqs, record, step)
         if record.levels:
-            self._remember(rows, record)
+            self._remember(rows, record, step)
 
-    def _remember(self, rows: list[Row], record: StepRecord) -> None:
+    def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
         for n, verdict in verdicts(record) if record.kept else ():
             row = rows[record.draft.row[n]]  # type: ignore[union-attr]
@@ -350,6 +360,10 @@ class Adaptive:
         for r, row in enumerate(rows):
             kept = record.drafted[r]
             row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE
+            for name, promised in step.promised.items() if step else ():
+                came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(rows)
+                before = row.kept.get(name, [0.0, 0.0])
+                row.kept[name] = [FADE * before[0] + promised, FADE * before[1] + came]
             for name in record.levels:
                 row.read[name] = record.context[r] + record.emitted[r]
                 vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1

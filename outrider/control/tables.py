@@ -32,11 +32,20 @@ class Lesson(NamedTuple):
     calm: bool
 
 
+class Promise(NamedTuple):
+    """What the best depth of a drafter by itself is expected to bring: tokens beyond the one that comes anyway, and the
+    cost in plain steps."""
+
+    gained: float
+    cost: float
+    levels: int
+
+
 @dataclass(slots=True)
 class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now. In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels. `alone`: by drafter and last two verdicts,
-    (best score of starting it, levels). `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    what starting it promises. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
@@ -48,7 +57,7 @@ class Page:
     after: dict[str, float]
     steady: float
     deepest: int
-    alone: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    alone: dict[str, list[Promise]] = field(default_factory=dict)
     known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
 
 
@@ -112,15 +121,14 @@ class Tables:
     def _mixed(self, seconds: list[float], joules: list[float]) -> list[float]:
         return [(1 - self.objective) * t + self.objective * e for t, e in zip(seconds, joules, strict=True)]
 
-    def _alone(self, page: Page, name: str, first: float) -> tuple[float, int]:
-        """(the best score of drafting with nobody else, how deep)."""
-        best, most, gained = 0.0, 1, 0.0
+    def _alone(self, page: Page, name: str, first: float) -> Promise:
+        best, gained = Promise(0.0, 1.0, 1), 0.0
         for k in range(1, LOOKED + 1):
             gained += first * page.after[name] ** (k - 1)
-            score = (1 + gained) / (page.drafting[name][k] + page.verify[k])
-            if score > best:
-                best, most = score, k
-        return best, most
+            cost = page.drafting[name][k] + page.verify[k]
+            if k == 1 or (1 + gained) * best.cost > (1 + best.gained) * cost:
+                best = Promise(gained, cost, k)
+        return best
 
     def chance(self, page: Page, name: str, depth: int, score: float, history: int) -> float:
         """That a node is accepted if its parent is; kept for the life of a page."""

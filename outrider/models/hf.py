@@ -22,7 +22,7 @@ from outrider.models.kv import Block, Rows
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
-LONG_TAIL = 16  # a longer tail is prefilled first, so that the head runs on asked places only
+LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
 STRICT_WIDTH, STRICT_READ = 8, 512  # columns of every strict step; slots are read by as many as torch's attention blocks
 
 
