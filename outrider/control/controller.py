@@ -17,14 +17,13 @@ from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
 from outrider.measure.trace import verdicts
 
 MARGIN, RISK = 0.03, 0.10  # what a plan must promise more than plain decoding; and to start a drafter that costs something
-LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that does not seem to pay, at first and at last; its levels
-EXPLORE, GIFT = 0.01, 10.0  # share of all steps, and plain steps before that, that such tries may cost
+EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 WARM, WHOLE = 32, 8  # the first drafts of a new pair are verified whole, to this depth
-YOUNG, SAMPLE = 256, 4  # steps that are all learned from; of later ones, one in so many
-BATCH, EARLY = 8, 2  # steps that are learned from together, later and at first
+YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
+BATCH = 8  # steps that are learned from together
 OFF = Plan()
 LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
@@ -147,13 +146,13 @@ class Adaptive:
         step = self.step
         if step is None:
             return frontier
-        drafting, level = step.page.drafting[name], step.levels.get(name)
+        drafting, level, cheap = step.page.drafting[name], step.levels.get(name), name not in step.page.alone
         if level is None:
             level = step.levels[name] = 0
             going = [p for p in frontier if not step.rows[~p].rest.get(name)]
-            if going and drafting[1] > LOOK and not self._pays(seqs, name, draft):
+            if going and not cheap and not self._pays(seqs, name, draft):
                 going = []
-        elif drafting[1] <= LOOK:
+        elif cheap:
             going = []  # it has said all it had to say in one call
         else:
             going = self._deeper(seqs, name, draft, frontier)
@@ -191,7 +190,8 @@ class Adaptive:
         step = self.step
         assert step is not None
         cost = wait + step.page.drafting[name][PROBED]
-        if self.steps >= self.due[name] and self.explored + cost <= GIFT + EXPLORE * self.steps:
+        gift = GIFT if self.tables.next.cells.get(f"{name} ?", [0])[0] < WARM else 0.0
+        if self.steps >= self.due[name] and self.explored + cost <= gift + EXPLORE * self.steps:
             self.explored += cost
             self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], RARELY)
             step.probing = True
@@ -345,7 +345,7 @@ class Adaptive:
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
-            if self.page is None or len(self.lessons) >= (BATCH if self.steps > YOUNG else EARLY):
+            if self.page is None or len(self.lessons) >= BATCH:
                 self._digest()
                 self.page = self.tables.page(at)
         self._charge(seqs, record, step)

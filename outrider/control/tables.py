@@ -17,6 +17,7 @@ from outrider.measure.trace import verdicts
 UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
 SURE = 0.98  # acceptance of guesses that could hardly be better
+LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
 LOOKED = 8  # depths weighed before a drafter starts
 SEEN = 3  # last verdicts that predictions tell apart between two pages
 
@@ -106,7 +107,8 @@ class Tables:
             _deepest(verify),
         )
         for name in self.bits:
-            page.alone[name] = [self._alone(page, name, self.next.share(f"{name} s {last}", UNSEEN)) for last in range(4)]
+            if drafting[name][1] > LOOK:
+                page.alone[name] = [self._alone(page, name, self.next.share(f"{name} s {last}", UNSEEN)) for last in range(4)]
         return page
 
     def _drafting(self, name: str, at: Situation) -> list[float]:
