@@ -87,8 +87,9 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     assumed = {name: _assumed(part, target_bytes) for name, part in parts.items()}
     bits = {name: 1 << i for i, name in enumerate(parts)}
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
+    kinds = ",".join(f"{name} {type(part).__name__}" for name, part in sorted(parts.items()))
     mark = profiles.fingerprint(
-        folders, drafters=",".join(sorted(parts)), device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, compile=s.compile != "off", quantise=s.quantise
+        folders, drafters=kinds, device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, compile=s.compile != "off", quantise=s.quantise
     )  # fmt: skip
     file = None if s.profile == "off" else profiles.place(mark) if s.profile == "auto" else Path(s.profile)
     known = (profiles.load(file, mark) if file else None) or {}
