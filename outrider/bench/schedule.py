@@ -150,13 +150,8 @@ def _table(rows: list[dict[str, Any]], categories: list[str], names: list[str]) 
 def replayed(taped: replay.Trace, names: list[str] | None = None, state: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
     """Policies and oracles on the trace, times as fast as plain."""
     tier = replay.tier_of(taped)
-    names = [
-        PLAIN,
-        *(f"{d}:{k}" for d in taped.drafters for k in FIXED),
-        *(r.format(d=d) for d in taped.drafters for r in REPLAYED),
-        "ucb1",
-        ADAPTIVE,
-    ]
+    usual = [*(f"{d}:{k}" for d in taped.drafters for k in FIXED), *(r.format(d=d) for d in taped.drafters for r in REPLAYED), "ucb1", ADAPTIVE]
+    names = list(dict.fromkeys([PLAIN, *(names or usual)]))
     seconds: dict[str, list[float]] = {}
     for name in names:
         controller = policies.policy(name, taped.drafters, taped.costs, tier, {k: v for k, v in (state or {}).items() if k != "costs"})
@@ -218,6 +213,8 @@ def guarantee(count: int = 1, max_tokens: int = 256, rounds: int = 7, progress: 
         slow = outrider.load(target, [Slow(slow_part.model, "slow", spec.vocab_size)], **settings, profile="off")  # type: ignore[attr-defined]
         cases = {"random weights": (useless, 0), f"{SLOWER}x slower": (slow, 0), "open-ended, T = 1": (usual, 1)}
         for case, (rt, open_ended) in cases.items():
+            for sampled in (False, True):  # as `outrider.load` does when nobody waits
+                profiler.sweep(rt.engine, rt.keeper.tables, patience=4, sampled=sampled)  # type: ignore[union-attr]
             asked = prompts.load("open_ended")[: 3 * count] if open_ended else [p for c in prompts.CATEGORIES[:4] for p in prompts.load(c)[:count]]
             for prompt in asked:
                 progress(f"{case}: {prompt.id}")

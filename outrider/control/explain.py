@@ -49,7 +49,8 @@ def text(found: dict[str, Any]) -> str:
     if found["controller"] == "fixed":
         return f"fixed: {found['plan'] or 'plain decoding'} at every step ({found['reason']})"
     parts = [f"adaptive, predictor {found['predictor']}, at most {found['slowdown_limit']:.0%} slower than plain decoding"]
-    for at in found["situations"]:
+    shown = sorted(found["situations"], key=lambda at: -sum(row["observed"] for row in at["plans"]))[:2]
+    for at in shown:
         lines = [f"\n{at['situation']}", f"{'plan':14}{'tokens':>8}{'ms':>8}{'cost':>7}{'score':>7}{'observed':>10}"]
         for row in at["plans"]:
             mark = "  <- chosen: " + at["why"] if row["plan"] == at["best"] else ""
@@ -57,6 +58,8 @@ def text(found: dict[str, Any]) -> str:
         parts.append("\n".join(lines))
     if not found["situations"]:
         parts.append("nothing was measured yet: `outrider profile` does, and so does use")
+    if len(shown) < len(found["situations"]):
+        parts.append(f"\n{len(found['situations']) - len(shown)} situations less often met: --json")
     if found["reasons"]:
         parts.append("\nsteps: " + ", ".join(f"{why} {n}" for why, n in sorted(found["reasons"].items(), key=lambda kv: -kv[1])))
     return "\n".join(parts)
