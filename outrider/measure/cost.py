@@ -53,7 +53,7 @@ class Situation(NamedTuple):
 
 def named(text: str) -> Situation:
     """The situation of a name."""
-    tier, _, rows, _, context, kind = text.split(" ")
+    tier, _, rows, _, context, kind = text.rsplit(" ", 5)
     return Situation("" if tier == "-" else tier, int(rows), int(context), kind == "sampled")
 
 
@@ -146,7 +146,7 @@ class Costs:
     def take(self, state: dict[str, Any]) -> None:
         """Begin with what a profile kept."""
         self.verify = {named(at): Curve.of(curve) for at, curve in state.get("verify", {}).items()}
-        pairs = {tuple(key.split(" @ ")): curve for key, curve in state.get("draft", {}).items()}
+        pairs = {tuple(key.rsplit(" @ ", 1)): curve for key, curve in state.get("draft", {}).items()}
         self.draft = {(name, named(at)): Curve.of(curve) for (name, at), curve in pairs.items()}
         self.catch_up = {name: each for name, (_, each) in state.get("catch_up", {}).items()}
         self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
