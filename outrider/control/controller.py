@@ -155,8 +155,8 @@ class Adaptive:
             going = [p for p in frontier if not step.rows[~p].rest.get(name)]
             if going and not cheap and not self._pays(seqs, name, draft):
                 going = []
-        elif cheap:
-            going = []  # it has said all it had to say in one call
+        elif cheap and draft.depth[frontier[0]] > level:
+            going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             going = self._deeper(seqs, name, draft, frontier)
         if going:

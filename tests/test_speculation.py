@@ -1,0 +1,172 @@
+"""A request's limits of its own speculation: their names, their checks, that they bind, and that no text hangs on them."""
+
+import itertools
+
+import pytest
+from tiny import tiny_folders
+
+import outrider
+from outrider.control.fixed import fixed
+from outrider.core.config import LIMITS, limits
+from outrider.core.errors import OutriderError
+from outrider.core.types import Limits, Plan
+
+TEXTS = ["she sells sea shells on the sea shore and the shells she sells", "the quick brown fox jumps over the quick brown"]
+HOW = {"max_tokens": 60, "ignore_eos": True, "logit_bias": {40: 50.0, 41: 50.0, 42: 50.0, 43: 50.0}}  # a text that comes back to what it said
+SEEDED = {"temperature": 0.8, "seed": 7}
+DRAWN = {"temperature": 0.8, "seed": 7, "rule": "exact"}
+NAMES = {
+    "most": ("most", 3), "speculative.n_max": ("most", 3), "num_draft_tokens": ("most", 3), "num_speculative_tokens": ("most", 3),
+    "num_assistant_tokens": ("most", 3), "prompt_lookup_num_tokens": ("most", 3), "least": ("least", 2), "speculative.n_min": ("least", 2),
+    "floor": ("floor", 0.5), "speculative.p_min": ("floor", 0.5), "assistant_confidence_threshold": ("floor", 0.5),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_folders(tmp_path_factory.mktemp("speculation"))
+
+
+def pair(folders, drafters=("lookup", "model"), **settings):
+    """On a clock that ticks once a look, a level of the draft model is much cheaper than a step."""
+    specs = [f"model:{folders['draft']}" if name == "model" else name for name in drafters]
+    runtime = outrider.load(folders["target"], specs, **{"compile": "off", "profile": "off"} | settings)
+    runtime.engine.now = itertools.count().__next__
+    if runtime.keeper:
+        runtime.keeper.tables.costs.assumed["model"] = 0.05
+    return runtime
+
+
+@pytest.fixture(scope="module")
+def rt(folders):
+    return pair(folders)
+
+
+def spans(found) -> list[int]:
+    return found.stats["per_step_drafted"]
+
+
+# --- names and checks
+
+
+def test_every_known_name_is_tested():
+    assert set(NAMES) == set(LIMITS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_limit_by_any_name_as_a_keyword_or_in_the_table(rt, name):
+    ours, value = NAMES[name]
+    want = Limits(**{ours: value})
+    assert limits({name: value}) == want
+    assert rt.request([5], **{name: value}).limits == want
+    asked = rt.request([5], speculation={name: value, "drafters": ["lookup"]})
+    assert asked.limits == want and asked.drafters == {"lookup"}
+
+
+def test_without_limits_there_are_none(rt):
+    assert [rt.request([5], **{k: v}).limits for k, v in (("seed", 1), ("speculation", {}), ("speculation", "auto"))] == [Limits()] * 3
+    assert rt.request([5], speculation={"most": 2}).drafters is None
+    assert rt.request([5], speculation={"drafters": "off", "most": 2}).drafters == frozenset()
+    assert rt.request([5], speculation="model", most=2).limits == Limits(most=2)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"speculation": {"mots": 3}}, ["unknown speculation setting 'mots'", "'most'"]),
+        ({"speculation": {"draftors": []}}, ["'draftors'", "'drafters'"]),
+        ({"speculation": {"num_draft_token": 3}}, ["'num_draft_tokens'"]),
+        ({"speculation": {"speculative.n_maxx": 3}}, ["'speculative.n_max'"]),
+        ({"num_draft_token": 3}, ["'num_draft_tokens'"]),
+        ({"most": -1}, ["most=-1"]), ({"most": 2.5}, ["most=2.5", "whole"]), ({"most": True}, ["most=True"]), ({"most": "3"}, ["most='3'"]),
+        ({"num_draft_tokens": -2}, ["most=-2"]), ({"least": -1}, ["least=-1"]), ({"least": None}, ["least=None"]), ({"least": 1.0}, ["least=1.0"]),
+        ({"floor": 1.5}, ["floor=1.5"]), ({"floor": -0.1}, ["floor=-0.1"]), ({"floor": float("nan")}, ["floor=nan"]), ({"floor": None}, ["floor=None"]),
+        ({"floor": True}, ["floor=True"]), ({"least": 3, "most": 2}, ["least=3", "most=2"]),
+        ({"most": 2, "num_draft_tokens": 3}, ["num_draft_tokens=3", "one of the two"]),
+        ({"speculation": {"most": 2, "speculative.n_max": 3}}, ["speculative.n_max=3"]),
+        ({"most": 2, "speculation": {"most": 3}}, ["most=3", "one of the two"]),
+        ({"num_draft_tokens": 2, "speculation": {"most": 3}}, ["most=3", "one of the two"]),
+        ({"speculation": 5}, ["speculation=5", "auto, off"]), ({"speculation": ["lookup", 5]}, ["no drafter '5'"]),
+        ({"speculation": {"drafters": 5}}, ["speculation=5"]), ({"speculation": {"drafters": ["mode"]}}, ["'mode'", "model"]),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_refused_and_the_runtime_goes_on(rt, knobs, words):
+    with pytest.raises(OutriderError) as refused:
+        rt.generate(TEXTS[0], max_tokens=4, **knobs)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert len(rt.generate(TEXTS[0], max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def test_two_names_that_say_the_same_are_no_contradiction(rt):
+    assert rt.request([5], most=2, num_draft_tokens=2, speculation={"most": 2, "speculative.n_max": 2}).limits == Limits(most=2)
+
+
+# --- what they do
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+@pytest.mark.parametrize("way", [{}, SEEDED, DRAWN], ids=["greedy", "seeded", "drawn"])
+@pytest.mark.parametrize("plan", [Plan((("lookup", 8, 1), ("model", 8, 1))), Plan((("model", 3, 2), ("lookup", 8, 1)))], ids=["chains", "trees"])
+def test_most_caps_what_all_drafters_together_draft_in_a_step(folders, plan, way, most):
+    runtime = pair(folders, depth=8)
+    runtime.engine.controller = fixed(plan)
+    free = spans(runtime.generate(TEXTS[0], **HOW, **way))
+    capped = runtime.generate(TEXTS[0], **HOW, **way, most=most)
+    assert max(free) > 8 and max(spans(capped)) == most
+    if way is not DRAWN:
+        assert capped.tokens == runtime.generate(TEXTS[0], **HOW, **way, speculation="off").tokens
+
+
+def test_most_is_each_requests_own(folders):
+    runtime = pair(folders, depth=8)
+    asked = [(None, 0), (2, 0), (0, 0)]
+    prompt = runtime.tokenizer(TEXTS[0])["input_ids"]
+    seqs = [runtime.engine.submit(runtime.request(prompt, speculation={"most": most}, **HOW)) for most, _ in asked]
+    while any(s.finish_reason is None for s in seqs):
+        runtime.engine.step()
+    drafted = [max(r.drafted[r.requests.index(s.request.id)] for r in s.records) for s in seqs]
+    assert drafted[0] > 2 and drafted[1:] == [2, 0]
+    assert seqs[0].generated == seqs[1].generated == seqs[2].generated
+
+
+@pytest.mark.parametrize("drafters", [("lookup",), ("model",), ("lookup", "model")], ids="+".join)
+@pytest.mark.parametrize("way", [{}, SEEDED], ids=["greedy", "seeded"])
+def test_the_scheduler_keeps_within_most(folders, drafters, way):
+    runtime = pair(folders, drafters)
+    want = [runtime.generate(text, **HOW, **way, speculation="off").tokens for text in TEXTS]
+    free = runtime.generate(TEXTS, **HOW, **way)
+    capped = runtime.generate(TEXTS, **HOW, **way, most=2)
+    assert max(max(spans(f)) for f in free) > 2 and max(max(spans(c)) for c in capped) == 2
+    assert [f.tokens for f in free] == [c.tokens for c in capped] == want
+
+
+@pytest.mark.parametrize("drafters", [("lookup",), ("model",), ("lookup", "model")], ids="+".join)
+@pytest.mark.parametrize("way", [{}, SEEDED], ids=["greedy", "seeded"])
+def test_the_scheduler_verifies_nothing_below_least(folders, drafters, way):
+    runtime = pair(folders, drafters)
+    want = [runtime.generate(text, **HOW, **way, speculation="off").tokens for text in TEXTS]
+    free = runtime.generate(TEXTS, **HOW, **way)
+    held = runtime.generate(TEXTS, **HOW, **way, least=5)
+    assert any(0 < n < 5 for f in free for n in spans(f)) and not any(0 < n < 5 for h in held for n in spans(h))
+    assert any(n >= 5 for h in held for n in spans(h)), "and what is enough is verified"
+    assert [h.tokens for h in held] == want
+
+
+def test_a_step_says_that_too_little_was_drafted(folders):
+    runtime = pair(folders, ("model",))
+    out = runtime.generate(TEXTS[0], **HOW, least=40)
+    assert out.stats["drafted"] == 0 and out.stats["reasons"]["off:least"] > 0
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3, 1.0])
+def test_a_guess_below_the_floor_ends_a_draft(folders, floor):
+    runtime = pair(folders, ("model",))
+    prompt = runtime.tokenizer(TEXTS[0])["input_ids"]
+    seq = runtime.engine.submit(runtime.request(prompt, speculation={"floor": floor}, **HOW))
+    while seq.finish_reason is None:
+        runtime.engine.step()
+    drafts = [r.draft for r in seq.records if r.draft is not None and len(r.draft)]
+    assert all(d.score[p] >= floor for d in drafts for p in d.parent if p >= 0)
+    assert max(max(d.depth) for d in drafts) > 1 if floor < 1 else max(max(d.depth) for d in drafts) == 1
+    assert seq.generated == runtime.generate(TEXTS[0], **HOW, speculation="off").tokens
