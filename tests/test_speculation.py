@@ -12,7 +12,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Limits, Plan
 
 TEXTS = ["she sells sea shells on the sea shore and the shells she sells", "the quick brown fox jumps over the quick brown"]
-HOW = {"max_tokens": 60, "ignore_eos": True, "logit_bias": {40: 50.0, 41: 50.0, 42: 50.0, 43: 50.0}}  # a text that comes back to what it said
+HOW = {"max_tokens": 100, "ignore_eos": True, "logit_bias": {40: 50.0, 41: 50.0, 42: 50.0, 43: 50.0}}  # a text that comes back to what it said
 SEEDED = {"temperature": 0.8, "seed": 7}
 DRAWN = {"temperature": 0.8, "seed": 7, "rule": "exact"}
 NAMES = {
@@ -131,26 +131,40 @@ def test_most_is_each_requests_own(folders):
 
 
 @pytest.mark.parametrize("drafters", [("lookup",), ("model",), ("lookup", "model")], ids="+".join)
-@pytest.mark.parametrize("way", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_the_scheduler_keeps_within_most(folders, drafters, way):
+def test_the_scheduler_keeps_within_limits_and_the_texts_are_plains(folders, drafters):
     runtime = pair(folders, drafters)
-    want = [runtime.generate(text, **HOW, **way, speculation="off").tokens for text in TEXTS]
-    free = runtime.generate(TEXTS, **HOW, **way)
-    capped = runtime.generate(TEXTS, **HOW, **way, most=2)
-    assert max(max(spans(f)) for f in free) > 2 and max(max(spans(c)) for c in capped) == 2
-    assert [f.tokens for f in free] == [c.tokens for c in capped] == want
+    for way in ({}, SEEDED):
+        want = [runtime.generate(text, **HOW, **way, speculation="off").tokens for text in TEXTS]
+        found = {most: runtime.generate(TEXTS, **HOW, **way, **limit) for most, limit in (("free", {}), ("most", {"most": 2}), ("least", {"least": 5}))}
+        drafted = {name: [n for out in outs for n in spans(out) if n] for name, outs in found.items()}
+        assert max(drafted["free"]) > 5 and min(drafted["free"]) < 5
+        assert max(drafted["most"]) == 2
+        assert min(drafted["least"]) >= 5, "and what is enough is verified"
+        assert all([out.tokens for out in outs] == want for outs in found.values())
 
 
-@pytest.mark.parametrize("drafters", [("lookup",), ("model",), ("lookup", "model")], ids="+".join)
-@pytest.mark.parametrize("way", [{}, SEEDED], ids=["greedy", "seeded"])
-def test_the_scheduler_verifies_nothing_below_least(folders, drafters, way):
-    runtime = pair(folders, drafters)
-    want = [runtime.generate(text, **HOW, **way, speculation="off").tokens for text in TEXTS]
-    free = runtime.generate(TEXTS, **HOW, **way)
-    held = runtime.generate(TEXTS, **HOW, **way, least=5)
-    assert any(0 < n < 5 for f in free for n in spans(f)) and not any(0 < n < 5 for h in held for n in spans(h))
-    assert any(n >= 5 for h in held for n in spans(h)), "and what is enough is verified"
-    assert [h.tokens for h in held] == want
+def test_a_request_without_drafts_does_not_stop_those_after_it(folders):
+    runtime = pair(folders, ("model",))
+    runtime.generate(TEXTS[0], **HOW)
+    for text in TEXTS:
+        assert not any(spans(runtime.generate(text, **HOW, speculation="off")))
+        assert sum(n > 0 for n in spans(runtime.generate(text, **HOW))) > 5
+        both = [runtime.engine.submit(runtime.request(runtime.tokenizer(text)["input_ids"], speculation=wish, **HOW)) for wish in ("off", "auto")]
+        while any(s.finish_reason is None for s in both):
+            runtime.engine.step()
+        assert both[0].generated == both[1].generated and "model" in both[1].origins and "model" not in both[0].origins
+
+
+def test_a_draft_model_that_costs_next_to_nothing_goes_deeper_than_one_token(folders):
+    assert max(spans(pair(folders, ("model",)).generate(TEXTS[0], **HOW))) > 3
+
+
+def test_a_new_situation_costs_few_plain_steps_however_long_the_program_runs(folders):
+    runtime = pair(folders, ("model",))
+    while runtime.engine.controller.steps < 300:
+        runtime.generate(TEXTS[0], **HOW)
+    for way in ({"temperature": 0.5, "seed": 3}, {}):
+        assert runtime.generate(TEXTS, **HOW, **way)[0].stats["reasons"].get("probe:plain", 0) <= 8
 
 
 def test_a_step_says_that_too_little_was_drafted(folders):
