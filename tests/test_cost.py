@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from outrider.control.tables import Tables
 from outrider.measure.cost import (
     CALM, CLIP, DEEPEST, FAR, SLOPE, TRUST, Costs, Curve, Situation, best_depth, expected_tokens, named, operations, situation, speedup,
 )  # fmt: skip
@@ -224,6 +225,15 @@ def test_a_long_catching_up_is_counted_apart_from_levels() -> None:
     assert costs.catching_up("model", AT, 200) == pytest.approx(200 * costs.catch_up["model"])
     costs.drafted("model", AT, 2, 2.0, behind=FAR)
     assert costs.draft["model", AT].seen[2][0] == 51
+
+
+@pytest.mark.parametrize("seen", [{}, {4: 0.6}, {1: 0.5, 8: 1.0}], ids=str)
+def test_a_drafter_that_is_not_started_costs_nothing(seen: dict[int, float]) -> None:
+    """What its first level costs beyond the others is counted when it starts."""
+    costs = table(**({"model": measured(seen)} if seen else {}))
+    page = Tables({"model": 1}, costs).page(AT)
+    assert page is not None and page.drafting["model"][0] == 0
+    assert page.drafting["model"][1:] == pytest.approx([costs.drafting_share("model", AT, n) for n in range(1, DEEPEST + 1)])
 
 
 def test_drafting_on_a_slow_machine_is_kept_at_the_usual_pace() -> None:
