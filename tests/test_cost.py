@@ -8,7 +8,21 @@ import pytest
 
 from outrider.control.tables import Tables
 from outrider.measure.cost import (
-    CALM, CLIP, DEEPEST, FAR, SLOPE, TRUST, Costs, Curve, Situation, best_depth, expected_tokens, named, operations, situation, speedup,
+    CALM,
+    CLIP,
+    DEEPEST,
+    FAR,
+    SLOPE,
+    TRUST,
+    Costs,
+    Curve,
+    Situation,
+    best_depth,
+    expected_tokens,
+    named,
+    operations,
+    situation,
+    speedup,
 )  # fmt: skip
 
 TABLE_1 = [(0.6, 2, 1.53, 1.96), (0.7, 3, 1.58, 2.53), (0.8, 2, 1.23, 2.44), (0.8, 5, 1.63, 3.69), (0.9, 2, 1.11, 2.71), (0.9, 10, 1.60, 6.86)]
@@ -231,7 +245,7 @@ def test_a_long_catching_up_is_counted_apart_from_levels() -> None:
 def test_a_drafter_that_is_not_started_costs_nothing(seen: dict[int, float]) -> None:
     """What its first level costs beyond the others is counted when it starts."""
     costs = table(**({"model": measured(seen)} if seen else {}))
-    page = Tables({"model": 1}, costs).page(AT)
+    page = Tables({"model": 1}, Costs({"model": 0.25}), state={"costs": costs.state()}).page(AT)
     assert page is not None and page.drafting["model"][0] == 0
     assert page.drafting["model"][1:] == pytest.approx([costs.drafting_share("model", AT, n) for n in range(1, DEEPEST + 1)])
 

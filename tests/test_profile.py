@@ -3,10 +3,12 @@ that take turns lose nothing."""
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,17 @@ def learn(file: Path, value: float) -> None:
         base = profile.save(file, MARK, known, base)
 
 
+def learn_beside(file: Path) -> None:
+    """Ten writers one after the other, in step with another process that does the same."""
+    (file.parent / f"{os.getpid()}.ready").touch()
+    for _ in range(60000):
+        if len(list(file.parent.glob("*.ready"))) == 2:
+            break
+        time.sleep(0.001)
+    for _ in range(10):
+        learn(file, 1.0)
+
+
 def test_threads_that_write_at_once_lose_no_count(tmp_path):
     file = tmp_path / "p.json"
     writers = [threading.Thread(target=learn, args=(file, 1.0)) for _ in range(4)]
@@ -189,10 +202,10 @@ def test_threads_that_write_at_once_lose_no_count(tmp_path):
 
 def test_processes_that_write_at_once_lose_no_count(tmp_path):
     file = tmp_path / "p.json"
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_profile as t; t.learn(t.Path({str(file)!r}), 1.0)"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_profile as t; t.learn_beside(t.Path({str(file)!r}))"
     writers = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [w.wait() for w in writers] == [0, 0]
-    assert profile.load(file, MARK) == {"cell": [2 * ROUNDS * EACH, pytest.approx(1.0)], "rounds": 2 * ROUNDS}
+    assert profile.load(file, MARK) == {"cell": [20 * ROUNDS * EACH, pytest.approx(1.0)], "rounds": 20 * ROUNDS}
 
 
 # --- whose it is

@@ -194,7 +194,9 @@ def test_two_runtimes_add_what_they_learned(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "keys"), [({"dtype": "bfloat16"}, ["dtype"]), ({"rows": 2, "strict": True}, ["rows", "strict"]), ({"draft": "twin"}, ["model 1"])], ids=str
+    ("change", "keys"),
+    [({"dtype": "bfloat16"}, ["dtype"]), ({"rows": 2, "strict": True}, ["rows", "strict"]), ({"draft": "twin"}, ["model 1"])],
+    ids=str,
 )
 def test_the_profile_of_another_pair_is_refused_with_what_differs(folders, tmp_path, change, keys):
     file, change = tmp_path / "p.json", dict(change)
@@ -214,7 +216,7 @@ def test_profile_off_writes_nothing_and_auto_writes_in_the_cache_folder(folders,
     assert off.keeper.file is None and not list(tmp_path.rglob("*"))
     auto = pair(folders, profile="auto")
     auto.keeper.save()
-    assert [f for f in tmp_path.rglob("*.json")] == [auto.keeper.file] == [profile.place(auto.keeper.mark)]
+    assert list(tmp_path.rglob("*.json")) == [auto.keeper.file] == [profile.place(auto.keeper.mark)]
 
 
 def test_a_keeper_writes_now_and_then(folders, tmp_path, monkeypatch):
