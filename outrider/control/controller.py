@@ -26,6 +26,7 @@ YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in
 BATCH = 8  # steps that are learned from together
 OFF = Plan()
 LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
+RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -181,7 +182,7 @@ class Adaptive:
         have = max(self._best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         most = max([promise.levels for promise in alone])
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
-        if step.spent + wait + page.drafting[name][most] + page.seconds[most] > step.room:
+        if step.spent + wait + page.drafting[name][most] + page.seconds[most] + RESERVE > step.room:
             return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
         best *= self._tilt(name, draft)
