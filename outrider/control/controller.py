@@ -80,6 +80,7 @@ class Adaptive:
         self.slept: list[tuple[list[Sequence], StepRecord]] = []
         self.asleep, self.why = 0, ""
         self.lessons: list[Lesson] = []
+        self.talkers: set[str] = set()
         self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
@@ -100,7 +101,7 @@ class Adaptive:
         page = self._page(self._situation(seqs))
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
-        room = self.ledger.left([s.request.id for s in seqs], page.plain * page.steady) / (page.plain * page.spread)
+        room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if room < page.seconds[1] + page.drafting[names[0]][1]:
             return OFF, "off:guard"
         self.step = Step(page, rows, room, page.steady if self.calm >= CALM else 1.0)
@@ -150,16 +151,29 @@ class Adaptive:
         if level is None:
             level = step.levels[name] = 0
             going = [p for p in frontier if not step.rows[~p].rest.get(name)]
-            if going and not cheap and not self._pays(seqs, name, draft):
+            if going and not (self._affords(seqs, name) if cheap else self._pays(seqs, name, draft)):
                 going = []
-        elif cheap:
-            going = []  # it has said all it had to say in one call
+        elif cheap and self._says_all(name, draft.depth[frontier[0]] > level):
+            going = []
         else:
             going = self._deeper(seqs, name, draft, frontier)
         if going:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
         return going
+
+    def _says_all(self, name: str, now: bool) -> bool:
+        """Does this drafter say all that it has to say in one call? One that ever went several levels at once does."""
+        if now:
+            self.talkers.add(name)
+        return name in self.talkers
+
+    def _affords(self, seqs: list[Sequence], name: str) -> bool:
+        """May a drafter that is cheap, once it has caught up, catch up now?"""
+        step = self.step
+        assert step is not None
+        wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
+        return wait == 0 or step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] <= step.room or self._later(name)
 
     def _pays(self, seqs: list[Sequence], name: str, draft: Draft) -> bool:
         """Is a drafter that costs something worth starting, beside what is drafted? Now and then it is tried anyway."""
@@ -377,7 +391,7 @@ class Adaptive:
         spent = record.reading.seconds - record.seconds.get("prefill", 0.0)
         bad_case = step.room * page.plain * page.spread if step is not None and record.kept else None
         for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, page.plain * page.steady, tokens, spent, bad_case)
+            self.ledger.charge(seq.request.id, page.owed, tokens, spent, bad_case)
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)

@@ -120,8 +120,9 @@ class Costs:
     """Seconds of all that a step is made of, by situation: `verify`, all of a step but its drafting, by nodes verified
     a row; `draft`, by drafter and levels; `catch_up`, a drafter's seconds per token that it has not read yet.
 
-    All are kept at pace 1; `pace` says how slow the machine is now beside that. `assumed`: a drafter's level over a
-    plain step until it is measured.
+    All are kept at pace 1; `pace` says how slow the machine is now beside that, by all steps; `plain_pace`, by plain ones
+    alone: a promise about plain decoding cannot hang on what speculation costs. `assumed`: a drafter's level over a plain
+    step until it is measured.
     """
 
     def __init__(self, assumed: dict[str, float]) -> None:
@@ -129,7 +130,7 @@ class Costs:
         self.verify: dict[Situation, Curve] = {}
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, float] = {}
-        self.pace = 1.0
+        self.pace = self.plain_pace = 1.0
         self.plains: dict[Situation, int] = {}
         self.steady: dict[Situation, float] = {}  # seconds of a plain step among plain steps
 
@@ -190,12 +191,14 @@ class Costs:
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
         expected = self.plainly(at) if calm else curve.line[nodes]
-        self._keep_pace(seconds / expected)
-        now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
+        self.pace = _kept(self.pace, seconds / expected)
+        if nodes == 0:
+            self.plain_pace = _kept(self.plain_pace, seconds / expected)
+        now = seconds / (self.pace if nodes else self.plain_pace)
         if calm:
-            self.steady[at] = expected + 0.05 * (now - expected)
+            self.steady[at] = expected + 0.05 * (min(max(now, expected / CLIP), expected * CLIP) - expected)
         else:
-            curve.add(nodes, seconds / self.pace)
+            curve.add(nodes, now)
         if nodes == 0:
             self.plains[at] = self.plains.get(at, 0) + 1
 
@@ -218,8 +221,10 @@ class Costs:
         curve = self.drafting(name, at)
         return behind * self.catch_up.get(name, 0.1 * curve.line[1] if curve else 0.0)
 
-    def _keep_pace(self, ratio: float) -> None:
-        self.pace *= 1 + PACE * (min(max(ratio / self.pace, 1 / CLIP), CLIP) - 1)
+
+def _kept(pace: float, ratio: float) -> float:
+    """A pace after one more step."""
+    return pace * (1 + PACE * (min(max(ratio / pace, 1 / CLIP), CLIP) - 1))
 
 
 def _copy(curve: Curve) -> Curve:
