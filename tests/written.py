@@ -29,10 +29,11 @@ def curve(shape: Shape, seen: float = 50.0) -> dict[str, Any]:
     return {"start": shape(0), "slope": shape(1) - shape(0), "spread": 1.1, "seen": {str(n): [seen, shape(n)] for n in range(DEEPEST + 1)}}
 
 
-def costs(verify: Shape, drafters: dict[str, Shape]) -> dict[str, Any]:
-    """A Costs' state."""
+def costs(verify: Shape, drafters: dict[str, Shape], catch_up: float = 0.003) -> dict[str, Any]:
+    """A Costs' state. `catch_up`: of a token that a drafter has not read."""
     drafting = {f"{name} @ {AT}": curve(shape) for name, shape in drafters.items()}
-    return {"verify": {AT: curve(verify)}, "draft": drafting, "plains": {AT: 50}, "steady": {AT: [1, verify(0)]}}
+    rest = {"catch_up": {name: [1, catch_up] for name in drafters}, "plains": {AT: 50}, "steady": {AT: [1, verify(0)]}}
+    return {"verify": {AT: curve(verify)}, "draft": drafting, **rest}
 
 
 def text(rng: random.Random, length: int, chances: dict[str, Chance], score: Callable[[float], float] = lambda p: p, depth: int = 16) -> Text:

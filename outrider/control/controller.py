@@ -62,7 +62,7 @@ class Step:
     survival: list[float] = field(default_factory=list)
     best: tuple[int, int, float] = (0, 0, 1.0)
     promised: dict[str, float] = field(default_factory=dict)
-    probing: bool = False
+    trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
 
 class Adaptive:
@@ -208,8 +208,8 @@ class Adaptive:
         if self.steps >= self.due[name] and self.explored + cost <= gift + EXPLORE * self.steps:
             self.explored += cost
             self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], RARELY)
-            step.probing = True
-        return step.probing
+            step.trial = name, cost
+        return step.trial is not None
 
     def _later(self, name: str) -> bool:
         """No, and nothing will change that before the tables are looked at again."""
@@ -237,7 +237,7 @@ class Adaptive:
         assert step is not None
         page, level, rows = step.page, step.levels[name], len(seqs)
         frontier = [n for n in frontier if draft.score[n] >= seqs[draft.row[n]].request.limits.floor]
-        if not frontier or (step.probing and level >= PROBED):
+        if not frontier or (step.trial and level >= PROBED):
             return []
         survival = self._survivals(draft)
         have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
@@ -320,7 +320,7 @@ class Adaptive:
         most, _ = self._best(draft)
         longest = max([draft.row.count(r) for r in range(draft.rows)])
         why = "off:unpaid" if most == 0 else "depth:all" if most >= longest else "depth:trimmed"
-        if step.probing and most < PROBED:
+        if step.trial and most < PROBED:
             most, why = PROBED, "probe:drafter"
         elif self.tables.drafts < WARM and most < min(longest, WHOLE):
             most, why = WHOLE, "probe:whole"
@@ -355,7 +355,8 @@ class Adaptive:
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        if self.steps <= YOUNG or self.steps % SAMPLE == 0:
+        rare = bool(step and (step.trial or (record.levels and not drafted)))  # what is said by those who are not believed
+        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or rare:
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
@@ -368,6 +369,8 @@ class Adaptive:
 
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
+        if step and step.trial:
+            self._tried(*step.trial, record)
         for n, verdict in verdicts(record) if record.kept else ():
             row = rows[record.draft.row[n]]  # type: ignore[union-attr]
             row.history = (row.history << 1 | verdict) & 0xFFFF
@@ -383,6 +386,12 @@ class Adaptive:
                 vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
                 if vain >= PATIENCE:
                     row.rest[name] = min(vain // PATIENCE, REST)
+
+    def _tried(self, name: str, cost: float, record: StepRecord) -> None:
+        """A try in which all was right has cost nothing, and the next one is soon."""
+        if sum([n for (who, _), n in record.accepted_by.items() if who == name]) >= PROBED * len(record.requests):
+            self.explored -= cost
+            self.pause[name], self.due[name] = PROBE, self.steps + PATIENCE
 
     def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None) -> None:
         page = self.page

@@ -160,6 +160,7 @@ class Costs:
             if near is None:
                 return None
             self.verify[at] = _copy(self.verify[near])
+            self.plains.setdefault(at, self.plains.get(near, 0))  # its relative's plain steps will do
         return self.verify[at]
 
     def drafting(self, name: str, at: Situation) -> Curve | None:
