@@ -355,8 +355,7 @@ class Adaptive:
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        rare = bool(step and (step.trial or (record.levels and not drafted)))  # what is said by those who are not believed
-        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or rare:
+        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(rows, record, step):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
@@ -417,3 +416,8 @@ def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
             else:
                 awake = True
     return awake
+
+
+def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
+    """Is this one of the few guesses of a drafter that rests or is tried? Decided by what was before, not by the verdict."""
+    return step is not None and (step.trial is not None or any([row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows]))
