@@ -93,7 +93,7 @@ def test_predictions_are_probabilities(name: str) -> None:
     one, rng = predictor(name), random.Random(3)
     for i in range(500):
         guess = ("a", rng.randint(1, 30), rng.choice([0.0, 0.5, 1.0]), rng.getrandbits(40))
-        assert FLOOR <= one.predict(*guess) <= CEILING or name == "tage" and 0 < one.predict(*guess) < 1
+        assert FLOOR <= one.predict(*guess) <= CEILING or (name == "tage" and 0 < one.predict(*guess) < 1)
         one.update(*guess, i % 7 == 0)
 
 

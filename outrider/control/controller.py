@@ -420,4 +420,4 @@ def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
 
 def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
     """Is this one of the few guesses of a drafter that rests or is tried? Decided by what was before, not by the verdict."""
-    return step is not None and (step.trial is not None or any([row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows]))
+    return step is not None and (step.trial is not None or any(row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows))
