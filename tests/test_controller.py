@@ -77,10 +77,11 @@ def test_a_cliff_is_filled_and_never_crossed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lookup", "model"])
-def test_a_step_of_the_costs_is_looked_beyond(name: str) -> None:
-    """The first node costs nine tenths of a step and the others nearly nothing: one node alone never pays."""
-    priced = costs(lambda n: 1.0 if n == 0 else 1.88 + 0.02 * n, {name: linear(0.02, 0.0)})
-    assert mean(late(ours(trace(1, priced, {name: lambda t, d: 0.8})))) > 6
+@pytest.mark.parametrize("free", [0, 2])
+def test_a_step_of_the_costs_is_looked_beyond(name: str, free: int) -> None:
+    """The node after the free ones costs nine tenths of a step, those below it nearly nothing: alone it never pays."""
+    priced = costs(lambda n: 1 + 0.01 * n + 0.9 * (n > free), {name: linear(0.02, 0.0)})
+    assert mean(late(ours(trace(1, priced, {name: lambda t, d: 0.93})))) > 6
 
 
 @pytest.mark.parametrize("level", [0.02, 0.1, 0.3])
@@ -134,10 +135,10 @@ def test_drift_is_followed_down_and_up() -> None:
 
 def test_a_drafter_that_costs_much_comes_back_after_it_was_off() -> None:
     chances = {"model": lambda t, d: 0.1 if t < 150 else 0.97}
-    of = trace(3, costs(linear(0.05), {"model": linear(0.3, 0.0)}), chances, length=1200)
+    of = trace(3, costs(linear(0.05), {"model": linear(0.3, 0.0)}), chances, length=700)
     records = ours(of)
     assert mean(drafted_from(records, 50, 250)) < 0.1
-    assert mean(drafted_from(records, 900, 1200)) > 6
+    assert mean(drafted_from(records, 400, 700)) > 4
 
 
 @pytest.mark.parametrize("at", [30, 100, 200])
@@ -189,11 +190,12 @@ def test_a_row_without_a_match_does_not_stop_its_neighbour() -> None:
 
     controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.01})), lambda: "")
     engine = clocked(controller, Ruled(300, rule, rows=2), {"lookup": Lookup()}, 2)
-    seqs = [engine.submit(request([first, 2, 3], f"b{first}", max_tokens=120)) for first in (1, 200)]
+    seqs = [engine.submit(request([first, 2, 3], f"b{first}", max_tokens=230)) for first in (1, 200)]
     while seqs[0].finish_reason is None:
         engine.step()
-    assert mean(late(seqs[0].records)) > 4
-    assert sum(r.drafted[1] for r in seqs[0].records) < 10, "the other row had matches"
+    found = late(seqs[0].records)
+    assert mean(found) > 4 and sum(n > 0 for n in found) > 0.8 * len(found)
+    assert sum(r.drafted[1] for r in seqs[0].records) < 20, "the other row had matches"
 
 
 def test_what_a_request_asks_of_its_drafts_is_kept() -> None:
