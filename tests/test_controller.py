@@ -190,11 +190,12 @@ def test_a_row_without_a_match_does_not_stop_its_neighbour() -> None:
 
     controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.01})), lambda: "")
     engine = clocked(controller, Ruled(300, rule, rows=2), {"lookup": Lookup()}, 2)
-    seqs = [engine.submit(request([first, 2, 3], f"b{first}", max_tokens=230)) for first in (1, 200)]
+    asked = [request([first, 2, 3], f"b{first}", max_tokens=200) for first in (1, 200)]
+    seqs = [engine.submit(replace(r, limits=Limits(most=3))) for r in asked]
     while seqs[0].finish_reason is None:
         engine.step()
     found = late(seqs[0].records)
-    assert mean(found) > 4 and sum(n > 0 for n in found) > 0.8 * len(found)
+    assert mean(found) > 2 and sum(n > 0 for n in found) > 0.9 * len(found)
     assert sum(r.drafted[1] for r in seqs[0].records) < 20, "the other row had matches"
 
 
