@@ -2,73 +2,48 @@
 
 import errno
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from outrider.core.config import nearest
+from outrider.bench.commands import bench
 from outrider.core.errors import OutriderError
+from outrider.options import (
+    Ahead,
+    AsJson,
+    Budget,
+    Compile,
+    Config,
+    Context,
+    Depth,
+    Device,
+    Draft,
+    Drafters,
+    DType,
+    MinP,
+    Profile,
+    RuleName,
+    Seed,
+    Slowdown,
+    Stop,
+    Strict,
+    Target,
+    Temperature,
+    Threads,
+    Tokens,
+    TopK,
+    TopP,
+    Width,
+)
+from outrider.train.commands import train
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Speculative text generation: the same text, sooner."
 )
-train = typer.Typer(no_args_is_help=True, help="Train a target and its draft from a recipe (resumes where it stopped).")
 app.add_typer(train, name="train")
-bench = typer.Typer(no_args_is_help=True, help="Measure on this machine, baselines beside it, in one run.")
 app.add_typer(bench, name="bench")
-
-
-def _defaults(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Take the defaults of a command's options from a TOML file; an unknown key names the nearest."""
-    if file is not None:
-        given = _toml(file)
-        known = [p.name for p in ctx.command.params if p.name not in ("config", "prompt")]
-        for key in given:
-            if key not in known:
-                raise nearest(key, known)
-        ctx.default_map = {**(ctx.default_map or {}), **given}
-    return file
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    import tomllib
-
-    if not file.is_file():
-        raise OutriderError(f"there is no file {file}", "", "a TOML file")
-    try:
-        return tomllib.loads(file.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as bad:
-        raise OutriderError(f"{file} is not TOML", str(bad), "mending the line it names") from bad
-
-
-Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; default: the embedded reference pair.")]
-Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
-Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]
-Depth = Annotated[int, typer.Option(help="Tokens drafted ahead.")]
-Ahead = Annotated[int | None, typer.Option("--depth", help="Tokens drafted ahead at every step; default: decided at each.")]
-Profile = Annotated[str, typer.Option(help="auto (kept in the cache folder), off, or a file.")]
-Slowdown = Annotated[float, typer.Option(help="How much slower than plain decoding a request may become.")]
-Width = Annotated[int, typer.Option(help="Children of each draft node.")]
-Budget = Annotated[int, typer.Option(help="Most draft nodes a step (0: no limit).")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Compile = Annotated[str, typer.Option("--compile", help="auto: compiled steps are built meanwhile; wait for them; or off.")]
-Strict = Annotated[bool, typer.Option("--strict", help="The same bits with and without drafting; slower.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of torch; default: its own choice.")]
-Context = Annotated[int | None, typer.Option(help="Tokens a text can hold.")]
-Tokens = Annotated[int, typer.Option(help="Most tokens to write.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="0 is off.")]
-TopP = Annotated[float, typer.Option(help="1 is off.")]
-MinP = Annotated[float, typer.Option(help="0 is off.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text, whoever drafts.")]
-RuleName = Annotated[str | None, typer.Option("--rule", help="exact or coupled; default: coupled with a seed, exact without.")]
-Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
-Config = Annotated[Path | None, typer.Option(is_eager=True, callback=_defaults, help="A TOML file of these options; flags win.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The last line of the output is one JSON document.")]
 
 
 def _load(target: str | None, draft: str | None, drafters: str | None, **settings: Any) -> Any:
@@ -121,76 +96,6 @@ def demo(
         console.save_svg(str(svg), title="outrider demo")
     if not all(r.identical for r in results):
         raise OutriderError("a speculative text differs from the plain one under strict", "this is a bug", "reporting it with the output above")
-
-
-Out = Annotated[Path, typer.Option(help="Folder for the results, as JSON and as a table.")]
-
-
-@bench.command()
-def speed(
-    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
-    target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
-    compile: Compile = "wait", out: Out = Path("docs/results"),
-) -> None:  # fmt: skip
-    """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
-    from rich.console import Console
-
-    from outrider.bench import run as peers
-
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
-    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
-        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
-    peers.save(result, out, "speed")
-    print(peers.markdown(result))
-
-
-@bench.command("strict")
-def strict_(
-    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
-    dtype: DType = "bfloat16", compile: Compile = "wait", out: Out = Path("docs/results"),
-) -> None:  # fmt: skip
-    """Tokens that differ between plain and speculative texts, with strict and without, and what strict costs."""
-    from rich.console import Console
-
-    from outrider.bench import strict
-
-    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
-        result = strict.strict(count, max_tokens, depth, status.update, dtype=dtype, compile=compile)
-    strict.save(result, out)
-    print(strict.markdown(result))
-
-
-@bench.command()
-def start(out: Out = Path("docs/results")) -> None:
-    """Seconds to the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one."""
-    from rich.console import Console
-
-    from outrider.bench import start as fresh
-
-    with Console(stderr=True).status("starting") as status:
-        result = fresh.start(progress=status.update)
-    fresh.save(result, out)
-    print(fresh.markdown(result))
-
-
-@bench.command()
-def synthetic(
-    shape: Annotated[str, typer.Option(help="tiny, 100m, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
-    contexts: Annotated[str, typer.Option(help="Used context lengths.")] = "128,2048", dtype: DType = "bfloat16", device: Device = "auto",
-    compile: Annotated[bool, typer.Option(help="Compile its steps first.")] = False, out: Out = Path("docs/results"),
-) -> None:  # fmt: skip
-    """SYNTHETIC: step times of a big shape with random weights, and what an assumed acceptance would make of them."""
-    from rich.console import Console
-
-    from outrider.bench import synthetic as made_up
-
-    with Console(stderr=True).status("building") as status:
-        if not all(c.strip().isdigit() and int(c) > 0 for c in contexts.split(",")):
-            raise OutriderError(f"contexts={contexts!r} is no list of token counts", "", "128,2048")
-        used = tuple(int(c) for c in contexts.split(","))
-        result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
-    made_up.save(result, out)
-    print(made_up.table(result))
 
 
 @app.command()
@@ -281,68 +186,62 @@ def _ask() -> str:
         raise OutriderError("standard input is not UTF-8 text", str(bad), "converting it, e.g. iconv -t utf-8") from bad
 
 
-Recipe = Annotated[Path, typer.Option(help="A TOML file such as recipes/reference-cpu.toml.")]
-Data = Annotated[Path, typer.Option(help="Folder that holds corpus/ and the recipe's target.path.")]
-Piece = Annotated[float, typer.Option(help="Stop after that many minutes; the same command goes on later.")]
-Work = Annotated[Path | None, typer.Option(help="Where streams, checkpoints and results go; default .train/RECIPE.")]
+@app.command()
+def profile(
+    target: Target = None, draft: Draft = None, drafters: Drafters = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
+    compile: Compile = "wait", threads: Threads = None, rows: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
+    patience: Annotated[float, typer.Option(min=0.1, help="Seconds for each situation.")] = 4.0, file: Profile = "auto",
+) -> None:  # fmt: skip
+    """Measure what steps cost here, at every number of drafted tokens, and keep it for every later start."""
+    from rich.console import Console
+
+    from outrider.runtime import profiler
+
+    rt = _load(target, draft, drafters, device=device, dtype=dtype, context=context, compile=compile, threads=threads, rows=rows, profile=file)
+    if rt.keeper is None:
+        raise OutriderError("there is nothing to profile without drafters", "plain decoding decides nothing", "--drafters lookup")
+    with Console(stderr=True).status("measuring") as status:
+        for used, together, sampled in profiler.situations(rt.engine.target.spec.context, rows):
+            status.update(f"measuring {together} rows at {used} tokens, {'sampled' if sampled else 'greedy'}")
+            profiler.sweep(rt.engine, rt.keeper.tables, context=used, rows=together, sampled=sampled, patience=patience, repeats=20)
+    rt.keeper.save()
+    print(profiler.table(rt.keeper.tables.costs))
+    print(f"kept in {rt.keeper.file}")
 
 
-def _training(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
-    return _toml(recipe), work or Path(".train") / recipe.stem
+@app.command()
+def plan(
+    target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, device: Device = "auto", dtype: DType = "auto",
+    compile: Compile = "auto", threads: Threads = None, profile: Profile = "auto",
+    prompt: Annotated[str | None, typer.Option(help="Write a continuation of this first, and say why each step was what it was.")] = None,
+    max_tokens: Tokens = 128, trace: Annotated[Path | None, typer.Option(help="Where that run's timeline goes (Perfetto, or steps as *.jsonl).")] = None,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """The candidate plans, what each is predicted and observed to cost, the choice and its reason."""
+    from outrider.control.explain import text
+    from outrider.measure.trace import write
+
+    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, rows=1)
+    reasons: dict[str, int] = {}
+    if prompt is not None:
+        out = rt.generate(_prompt(prompt), max_tokens=max_tokens)
+        reasons = out.stats["reasons"]
+        if trace:
+            write(list(rt.engine.ring), trace)
+    found = {**rt.plan(), "reasons": reasons}
+    print(json.dumps(found) if as_json else text(found))
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace kept by `outrider bench schedule --trace`.")],
+    policy: Annotated[list[str] | None, typer.Option(help="plain, DRAFTER:K, dynamic:DRAFTER, average:DRAFTER, ucb1, adaptive[:PREDICTOR].")] = None,
+) -> None:
+    """Any policy on a recorded trace, beside plain decoding and the optima in hindsight and informed."""
+    from outrider.bench.replay import Trace
+    from outrider.bench.schedule import lines, replayed
 
-
-@train.command()
-def pretrain(recipe: Recipe, data: Data, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
-    """Tokenizer, token streams and the target; of a target that exists (target.path), only its token streams."""
-    from outrider.models.load import pick_device
-    from outrider.train import corpus
-    from outrider.train.adopt import adopt
-    from outrider.train.pretrain import pretrain as job
-
-    settings, folder = _training(recipe, work)
-    existing = settings["target"].get("path")
-    shared = adopt(data / existing, folder) if existing else settings["shared"]
-    corpus.build(settings["corpus"], data, folder / "corpus", shared["vocab_size"], shared["max_position_embeddings"], _say)
-    if not existing:
-        job(settings, folder, str(pick_device(device)), _say, piece)
-
-
-def _stage(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
-    settings, folder = _training(recipe, work)
-    if not (folder / "corpus/chars.json").exists() or not any((folder / "target").glob("*.safetensors")):
-        raise OutriderError(f"{folder} holds no target and token streams yet", "", f"outrider train pretrain --recipe {recipe} first")
-    return settings, folder
-
-
-@train.command()
-def collect(recipe: Recipe, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
-    """Let the target write: its own text is what a draft learns from."""
-    from outrider.models.load import pick_device
-    from outrider.train.collect import collect as job
-
-    job(*_stage(recipe, work), str(pick_device(device)), _say, piece)
-
-
-@train.command()
-def distill(recipe: Recipe, work: Work = None, device: Device = "auto", piece: Piece = math.inf) -> None:
-    """Distil the draft from the target."""
-    from outrider.models.load import pick_device
-    from outrider.train.fit import distill as job
-
-    job(*_stage(recipe, work), str(pick_device(device)), _say, piece)
-
-
-@train.command()
-def judge(recipe: Recipe, work: Work = None, device: Device = "auto") -> None:
-    """Measure how well draft and target agree, by category."""
-    from outrider.models.load import pick_device
-    from outrider.train.judge import judge as job
-
-    job(*_stage(recipe, work), str(pick_device(device)), _say)
+    print(lines("times as fast as plain, by the trace's costs", replayed(Trace.load(trace), policy)))
 
 
 def main() -> None:

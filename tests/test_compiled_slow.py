@@ -14,13 +14,17 @@ import packages
 import pytest
 import torch
 import zoo
-from contracts import check_scores, recompute
+from contracts import check_scores, recompute, request, run
 from packages import DTYPE, PAIRED, VOCAB, model_of, recipe_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.core.types import MAX_NODES
+from outrider.control.fixed import fixed
+from outrider.core.types import MAX_NODES, Plan
+from outrider.drafters.lookup import Lookup
 from outrider.models import compiled
 from outrider.models.compiled import SHAPES, Compiled, Recipe, start_builder
 from outrider.models.step import Step
+from outrider.runtime.engine import Engine
 
 even, folder, cache, started = packages.even, packages.folder, packages.cache, packages.started
 
@@ -69,6 +73,34 @@ def test_the_float32_package_agrees_closely(folder, cache, started):
     model = model_of(folder, dtype="float32")
     model.compiled = build_wide(recipe_of(folder, dtype="float32"), model.step)
     check_scores(model, recompute(model), np.random.default_rng(10), VOCAB, 1e-3, steps=30)
+
+
+@pytest.mark.slow
+def test_the_text_at_8000_tokens_is_the_eager_one(tmp_path, cache, started):
+    """Compiled steps, plain and drafting, read as far as eager ones do; no near-tie decides."""
+    torch.manual_seed(3)
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    module = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, max_position_embeddings=8400, bos_token_id=0, eos_token_id=1))
+    for p in module.parameters():
+        if p.ndim > 1:
+            p.data.normal_(0, 0.25)
+    module.save_pretrained(tmp_path / "long")
+    pattern = np.random.default_rng(3).integers(2, VOCAB, 90).tolist()
+    asked = [request((pattern * 91)[:8100], "long", max_tokens=48)]
+    texts = {}
+    for how in ("eager", "compiled"):
+        model = model_of(tmp_path / "long", rows=1, context=8300, dtype="float32")
+        if how == "compiled":
+            model.compiled = build_wide(recipe_of(tmp_path / "long", dtype="float32"), model.step)
+        for name, plan in (("plain", Plan()), ("drafting", Plan((("lookup", 6, 2),)))):
+            seq = run(Engine(model, {"lookup": Lookup()}, fixed(plan), 1), asked)[0]
+            texts[how, name] = seq.generated
+            assert all(r.tiers["target"].startswith(how) for r in seq.records)
+    assert len(set(map(tuple, texts.values()))) == 1
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([[*asked[0].prompt, *texts["eager", "plain"]]])).logits[0, -49:-1, :VOCAB]
+    best = logits.topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "a near-tie: choose another seed"
 
 
 START = """

@@ -67,10 +67,11 @@ class Step:
 
 class Adaptive:
     """A Controller that learns from every step. `tables`: of its drafters, the cheapest first; `tier()`: what serves the
-    target now; `slowdown`: how much slower than plain decoding a request may become."""
+    target now; `slowdown`: how much slower than plain decoding a request may become; `cautious`: somebody measures drafters
+    while nobody waits, so one that costs something and was never measured is not tried in a request."""
 
-    def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05) -> None:
-        self.tables, self.tier, self.ledger = tables, tier, Ledger(slowdown)
+    def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
+        self.tables, self.tier, self.ledger, self.cautious = tables, tier, Ledger(slowdown), cautious
         self.rows: dict[str, Row] = {}
         self.plans: dict[tuple[tuple[str, ...], int], Plan] = {}
         self.step: Step | None = None
@@ -91,9 +92,11 @@ class Adaptive:
             self._note(*self.last)
         self.step = None
         self.steps += 1
-        if self.asleep > 0 and self.known is not None and seqs == self.known[0]:
-            self.asleep -= 1
-            return OFF, self.why
+        if self.asleep > 0:
+            if self.known is not None and seqs == self.known[0]:
+                self.asleep -= 1
+                return OFF, self.why
+            self.asleep = 0  # another batch: nobody said that it should sleep
         rows = [self._row(s) for s in seqs]
         names = [name for name in self.tables.bits if _awake(seqs, rows, name)]
         if not names:
@@ -182,6 +185,8 @@ class Adaptive:
         page, alone = step.page, [step.page.alone[name][row.history & 3] for row in step.rows]
         gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
         best = (1 + gained) / max([promise.cost for promise in alone])
+        if self.cautious and not self.tables.measured(name, page.at):
+            return self._later(name)
         if self.steps < self.due[name]:
             if best * step.plain < 1 + RISK:
                 return self._later(name)

@@ -42,3 +42,24 @@ def _situation(tables: Tables, at: Situation) -> dict[str, Any] | None:
         "nothing scores above plain decoding" if best["score"] < 1 + MARGIN else f"the most tokens for its cost, up to {max(DEPTHS[-1], LOOKED)} deep"
     )
     return {"situation": at.name(), "plans": rows, "best": best["plan"], "why": why}
+
+
+def text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    if found["controller"] == "fixed":
+        return f"fixed: {found['plan'] or 'plain decoding'} at every step ({found['reason']})"
+    parts = [f"adaptive, predictor {found['predictor']}, at most {found['slowdown_limit']:.0%} slower than plain decoding"]
+    shown = sorted(found["situations"], key=lambda at: -sum(row["observed"] for row in at["plans"]))[:2]
+    for at in shown:
+        lines = [f"\n{at['situation']}", f"{'plan':14}{'tokens':>8}{'ms':>8}{'cost':>7}{'score':>7}{'observed':>10}"]
+        for row in at["plans"]:
+            mark = "  <- chosen: " + at["why"] if row["plan"] == at["best"] else ""
+            lines.append(f"{row['plan']:14}{row['tokens']:8.2f}{row['ms']:8.3f}{row['cost']:7.2f}{row['score']:7.2f}{row['observed']:10d}{mark}")
+        parts.append("\n".join(lines))
+    if not found["situations"]:
+        parts.append("nothing was measured yet: `outrider profile` does, and so does use")
+    if len(shown) < len(found["situations"]):
+        parts.append(f"\n{len(found['situations']) - len(shown)} situations less often met: --json")
+    if found["reasons"]:
+        parts.append("\nsteps: " + ", ".join(f"{why} {n}" for why, n in sorted(found["reasons"].items(), key=lambda kv: -kv[1])))
+    return "\n".join(parts)

@@ -114,6 +114,11 @@ class Tables:
                 page.alone[name] = [self._alone(page, name, self.next.share(f"{name} s {last}", UNSEEN)) for last in range(4)]
         return page
 
+    def measured(self, name: str, at: Situation) -> bool:
+        """Is it known, and not only assumed, what a drafter costs there?"""
+        curve = self.costs.drafting(name, at)
+        return curve is not None and bool(curve.seen)
+
     def _drafting(self, name: str, at: Situation) -> list[float]:
         own, plain = self.costs.drafting(name, at), self.costs.verifying(at)
         assert own is not None and plain is not None

@@ -4,8 +4,11 @@
 *acceptance rate*: accepted / drafted.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from outrider.core.types import StepRecord
@@ -69,3 +72,37 @@ def repetition(texts: list[list[int]], n: int = 8) -> float:
         grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
         seen, total = seen + len(grams) - len(set(grams)), total + len(grams)
     return seen / total if total else 0.0
+
+
+def line(record: StepRecord) -> dict[str, Any]:
+    """A record as JSON can hold it."""
+    plain = asdict(record)
+    plain["accepted_by"] = {f"{name} {depth}": n for (name, depth), n in record.accepted_by.items()}
+    if plain["draft"]:
+        plain["draft"].pop("q")
+    return plain
+
+
+def timeline(records: list[StepRecord]) -> dict[str, Any]:
+    """Chrome's trace format, which Perfetto opens: a track of steps, and below each its stages, microseconds."""
+    events, at = [], 0.0
+    for record in records:
+        took = 1e6 * sum(record.seconds.values())
+        told = {"reason": record.reason, "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted, "tiers": record.tiers}
+        events.append({"name": record.reason, "ph": "X", "ts": at, "dur": took, "pid": 1, "tid": 1, "args": told})
+        inner = at
+        for stage, seconds in record.seconds.items():
+            events.append({"name": stage, "ph": "X", "ts": inner, "dur": 1e6 * seconds, "pid": 1, "tid": 2})
+            inner += 1e6 * seconds
+        at += took
+    names = [{"name": "thread_name", "ph": "M", "pid": 1, "tid": n, "args": {"name": name}} for n, name in ((1, "steps"), (2, "stages"))]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+def write(records: list[StepRecord], file: Path) -> None:
+    """Records as lines of JSON (*.jsonl), or as a timeline."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(line(r)) + "\n" for r in records), "utf-8")
+    else:
+        file.write_text(json.dumps(timeline(records)), "utf-8")

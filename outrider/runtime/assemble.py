@@ -24,6 +24,7 @@ from outrider.measure import profile as profiles
 from outrider.measure.cost import Costs
 from outrider.models import load as models
 from outrider.models.vocab import check_pair
+from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
 from outrider.runtime.profiler import Keeper
@@ -78,7 +79,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         **{str(n): models.locate(_folder(d, target)) for n, d in enumerate(specs) if isinstance(d, str) and ":" in d},
     }
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
-    controller = Adaptive(keeper.tables, lambda: model.meter.tier, s.slowdown_limit)
+    controller = Adaptive(keeper.tables, lambda: model.meter.tier, s.slowdown_limit, cautious=profiler.PATIENCE > 0)
     return Runtime(Engine(model, parts, controller, s.rows, s.strict), tokenizer, sizes, s.rule, keeper)
 
 
@@ -87,8 +88,9 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     assumed = {name: _assumed(part, target_bytes) for name, part in parts.items()}
     bits = {name: 1 << i for i, name in enumerate(parts)}
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
+    kinds = ",".join(f"{name} {type(part).__name__}" for name, part in sorted(parts.items()))
     mark = profiles.fingerprint(
-        folders, drafters=",".join(sorted(parts)), device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, compile=s.compile != "off", quantise=s.quantise
+        folders, drafters=kinds, device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, compile=s.compile != "off", quantise=s.quantise
     )  # fmt: skip
     file = None if s.profile == "off" else profiles.place(mark) if s.profile == "auto" else Path(s.profile)
     known = (profiles.load(file, mark) if file else None) or {}

@@ -5,7 +5,7 @@ writes scratch only, so a step that fails or is interrupted loses nothing.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from outrider.runtime.batcher import Batcher
 from outrider.runtime.ending import cut
 from outrider.verify.exact import RULES, walk
 
+RING = 4096  # records of the last steps that are at hand
 SILENCE = RowNoise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))  # greedy rows ask for no noise
 
 
@@ -49,6 +50,7 @@ class Engine:
         self.bits = {name: 1 << i for i, name in enumerate(drafters)}
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
+        self.ring: deque[StepRecord] = deque(maxlen=RING)
         self.now = time.perf_counter  # a replay has a clock of its own
         timed: dict[str, Any] = {TARGET: target, **{name: getattr(part, "model", None) for name, part in drafters.items()}}
         self.meters = {name: model.meter for name, model in timed.items() if hasattr(model, "meter")}
@@ -214,6 +216,7 @@ class Engine:
             kept=kept,
             tokens=tuple(tuple(new) for new in emitted),
         )
+        self.ring.append(record)
         for seq in seqs:
             seq.records.append(record)
         self.controller.learn(seqs, record)

@@ -52,6 +52,26 @@ class Filler:
         return draft
 
 
+def situations(context: int, rows: int) -> list[tuple[int, int, bool]]:
+    """(tokens, rows, sampled) that `outrider profile` measures: short and long texts, one row and all, greedy and sampled."""
+    used = [CONTEXT, *(n for n in (768, 3072, 12288) if n < context - 600)]
+    return [(min(n, context // 2), r, sampled) for n in used for r in sorted({1, rows}) for sampled in (False, True)]
+
+
+def table(costs: Costs) -> str:
+    """What was measured, in milliseconds, by situation."""
+    shown = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    lines = [f"| a step that verifies, ms | {' | '.join(map(str, shown))} | plain steps alone |", "|---" * (len(shown) + 2) + "|"]
+    for at, curve in sorted(costs.verify.items()):
+        line = curve.drawn().line
+        lines.append(f"| {at.name()} | {' | '.join(f'{1e3 * line[n]:.2f}' for n in shown)} | {1e3 * costs.plainly(at):.2f} |")
+    lines += ["", f"| drafting levels, ms | {' | '.join(map(str, shown[1:]))} | catching up, us a token |", "|---" * (len(shown) + 1) + "|"]
+    for (name, at), curve in sorted(costs.draft.items()):
+        line, each = curve.drawn().line, 1e6 * costs.catch_up.get(name, 0.0)
+        lines.append(f"| {name}, {at.name()} | {' | '.join(f'{1e3 * line[n]:.2f}' for n in shown[1:])} | {each:.1f} |")
+    return "\n".join(lines)
+
+
 def sweep(
     engine: Engine, tables: Tables, *, context: int = CONTEXT, rows: int = 1, sampled: bool = False, patience: float = PATIENCE, repeats: int = REPEATS
 ) -> int:  # fmt: skip

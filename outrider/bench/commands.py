@@ -1,0 +1,133 @@
+"""`outrider bench ...`. Every command imports what it needs when it runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.core.errors import OutriderError
+from outrider.options import (
+    Compile,
+    Depth,
+    Device,
+    Draft,
+    DType,
+    Out,
+    Target,
+    Threads,
+    Tokens,
+)
+
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine, baselines beside it, in one run.")
+
+
+@bench.command()
+def speed(
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
+    target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
+    compile: Compile = "wait", out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
+    from rich.console import Console
+
+    from outrider.bench import run as peers
+
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
+    peers.save(result, out, "speed")
+    print(peers.markdown(result))
+
+
+@bench.command("strict")
+def strict_(
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
+    dtype: DType = "bfloat16", compile: Compile = "wait", out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """Tokens that differ between plain and speculative texts, with strict and without, and what strict costs."""
+    from rich.console import Console
+
+    from outrider.bench import strict
+
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = strict.strict(count, max_tokens, depth, status.update, dtype=dtype, compile=compile)
+    strict.save(result, out)
+    print(strict.markdown(result))
+
+
+@bench.command()
+def start(out: Out = Path("docs/results")) -> None:
+    """Seconds to the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one."""
+    from rich.console import Console
+
+    from outrider.bench import start as fresh
+
+    with Console(stderr=True).status("starting") as status:
+        result = fresh.start(progress=status.update)
+    fresh.save(result, out)
+    print(fresh.markdown(result))
+
+
+@bench.command()
+def synthetic(
+    shape: Annotated[str, typer.Option(help="tiny, 100m, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
+    contexts: Annotated[str, typer.Option(help="Used context lengths.")] = "128,2048", dtype: DType = "bfloat16", device: Device = "auto",
+    compile: Annotated[bool, typer.Option(help="Compile its steps first.")] = False, out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """SYNTHETIC: step times of a big shape with random weights, and what an assumed acceptance would make of them."""
+    from rich.console import Console
+
+    from outrider.bench import synthetic as made_up
+
+    with Console(stderr=True).status("building") as status:
+        if not all(c.strip().isdigit() and int(c) > 0 for c in contexts.split(",")):
+            raise OutriderError(f"contexts={contexts!r} is no list of token counts", "", "128,2048")
+        used = tuple(int(c) for c in contexts.split(","))
+        result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
+    made_up.save(result, out)
+    print(made_up.table(result))
+
+
+Count = Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender writes every prompt.")]
+
+
+@bench.command("schedule")
+def schedule_(
+    count: Count = 5, max_tokens: Tokens = 256, rounds: Rounds = 3, target: Target = None, draft: Draft = None, device: Device = "auto",
+    dtype: DType = "bfloat16", compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "schedule",
+    trace: Annotated[Path | None, typer.Option(help="Also keep the recorded trace there.")] = None, out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """The adaptive scheduler against every fixed plan, live and replayed, with others' rules and two oracles."""
+    from rich.console import Console
+
+    from outrider.bench import schedule
+
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile}
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = schedule.schedule(count, max_tokens, rounds, status.update, target=target, draft=draft, trace=trace, **how)
+    text = schedule.markdown(result)
+    schedule.save(result, out, name, text)
+    print(text)
+
+
+@bench.command("guarantee")
+def guarantee_(count: Count = 1, max_tokens: Tokens = 256, rounds: Rounds = 7, out: Out = Path("docs/results")) -> None:
+    """Decode times beside plain's with drafters that cannot help: random weights, twenty times slower, T = 1."""
+    from rich.console import Console
+
+    from outrider.bench import schedule
+
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = schedule.guarantee(count, max_tokens, rounds, status.update)
+    text = schedule.guarantee_markdown(result)
+    schedule.save(result, out, "guarantee", text)
+    print(text)
+
+
+@bench.command()
+def predictors(trace: Annotated[Path, typer.Argument(help="A trace kept by `outrider bench schedule --trace`.")]) -> None:
+    """Predictors of acceptance side by side on a trace, cold and warm."""
+    from outrider.bench import championship, replay
+
+    print(championship.markdown(championship.contest(replay.Trace.load(trace))))
