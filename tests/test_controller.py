@@ -215,6 +215,17 @@ def test_what_a_request_asks_of_its_drafts_is_kept() -> None:
     assert {r.drafted[0] for r in records("least", limits=Limits(most=3, least=3))} <= {0, 3}
     off = records("off", drafters=frozenset())
     assert not any(r.levels for r in off) and {r.reason for r in off} <= {"off:request", "probe:plain"}
+    assert max(r.drafted[0] for r in records("free again")) > 3, "the sleep of one request is not the next one's"
+
+
+@pytest.mark.parametrize("cautious", [True, False])
+def test_a_cautious_controller_leaves_what_was_never_measured_to_a_sweep(cautious: bool) -> None:
+    of = trace(8, costs(linear(0.05), {"model": linear(0.3, 0.0)}), {"model": lambda t, d: 0.9})
+    unmeasured = {**of.costs, "draft": {}}
+    for known, tried in ((unmeasured, not cautious), (of.costs, True)):
+        tables = Tables({"model": 1}, Costs({"model": 0.3}), state={"costs": known, "drafts": 1000})
+        records = flat(drive(of, Adaptive(tables, lambda: "replay", cautious=cautious)))
+        assert any(r.levels for r in records) == tried
 
 
 @pytest.mark.parametrize(("objective", "least", "most"), [(0.0, 5, 32), (1.0, 0, 2)])
