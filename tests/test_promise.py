@@ -133,3 +133,12 @@ def test_slow_speculation_does_not_make_plain_decoding_look_slow(slow: float) ->
     assert controller.page.owed == pytest.approx(1.0, rel=0.03)
     kept = json.loads(json.dumps(controller.tables.state()))
     assert "plain_pace" not in json.dumps(kept), "paces belong to the moment"
+
+
+def test_a_machine_that_becomes_slow_for_good_is_found_out() -> None:
+    """All takes twice as long: the guard holds drafting back until plain steps have shown it, and no longer."""
+    of = trace(1, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.6}, length=450, texts=6)
+    texts = drive(of, controller := adaptive(of), Weather(of, lambda n, name: 2.0 if n > 1200 else 1.0))
+    assert controller.page.owed == pytest.approx(2.0, rel=0.1)
+    held = [sum(r.reason == "off:guard" for r in records) for records in texts]
+    assert 0 < sum(held) < 250 and held[-1] == 0

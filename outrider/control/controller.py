@@ -424,5 +424,8 @@ def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
 
 
 def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
-    """Is this one of the few guesses of a drafter that rests or is tried? Decided by what was before, not by the verdict."""
-    return step is not None and (step.trial is not None or any(row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows))
+    """Is this one of the few guesses of a drafter that rests or is tried, or a plain step that the guard asked for? Decided by
+    what was before, not by the verdict."""
+    if step is None:
+        return record.reason == "off:guard"  # if the machine has become slow, it is now that this must be seen
+    return bool(step.trial or any(row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows))
