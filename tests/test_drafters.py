@@ -1,17 +1,20 @@
-"""Law 7: every drafter passes one contract suite. The suffix tree against brute force."""
+"""Law 7: every drafter passes one contract suite. The suffix tree against brute force. Chains in one call against chains
+token by token."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import zoo
-from contracts import check_drafter, request, run, sequence
+from contracts import check_drafter, random_draft, request, run, sequence
 
 from outrider.control.fixed import fixed
+from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.tree import roots
-from outrider.core.types import Draft, Plan
+from outrider.core.types import POINT, SAMPLED, Draft, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.suffix import SuffixTree
@@ -66,6 +69,25 @@ def test_continuations_go_on_deeper_than_the_cap_and_in_loops():
     assert out == [7, 8] * 10
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_continuation_in_one_go_is_the_same_as_token_by_token(seed):
+    rng = np.random.default_rng(seed)
+    index = SuffixTree(int(rng.integers(2, 12)))
+    for token in rng.integers(0, int(rng.integers(2, 6)), 80).tolist():
+        index.append(token)
+        start = index.match()
+        if start is None:
+            continue
+        levels, cursor, tokens, shares = int(rng.integers(0, 12)), start, [], []
+        while len(tokens) < levels and (step := index.next(cursor, 1)):
+            (token_, share, cursor) = step[0]
+            tokens.append(token_)
+            shares.append(share)
+        assert index.follow(start, levels) == (tokens, shares, cursor)
+        middle = index.follow(start, levels // 2)
+        assert [a + b for a, b in zip(middle[:2], index.follow(middle[2], levels - levels // 2)[:2], strict=True)] == [tokens, shares]
+
+
 def test_plain_prose_costs_about_a_node_a_token():
     index = SuffixTree(24)
     for token in range(2000):
@@ -88,6 +110,103 @@ def test_lookup_prefers_the_frequent_continuation_and_needs_two_matching_tokens(
     lone = sequence([1, 5, 6, 1])
     lookup.begin(lone)
     assert len(lookup.extend([lone], Draft(rows=1), roots(1), 1, 1, Settings.of([lone]), noise)) == 0
+
+
+def chains(lookup: Lookup, seqs: list, draft: Draft, calls: list[int]) -> Draft:
+    """A chain a row of sum(calls) levels, so many a call, as the engine asks for them."""
+    settings, noise = Settings.of(seqs), RowNoise(*np.zeros((3, len(seqs)), np.int64))
+    frontier, deep = roots(len(seqs)), 0
+    for levels in calls:
+        draft = lookup.extend(seqs, draft, frontier, 1, 4, settings, noise, levels=levels)
+        deep += levels
+        frontier = [n for n in range(len(draft)) if draft.source[n] & 4 and draft.depth[n] == deep]
+    return draft
+
+
+def by_path(draft: Draft) -> dict:
+    """What is known of every node, by row and the tokens that lead to it."""
+    return {(draft.row[n], *draft.text(tree.ancestors(draft, n))): (draft.source[n], draft.score[n], draft.kind[n]) for n in range(len(draft))}
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("union", [False, True], ids=["alone", "after another"])
+def test_lookup_goes_many_levels_in_one_call_as_in_many(seed, union):
+    """`after another`: part of its chain was guessed by others, whose nodes gain the source and keep their score."""
+    rng = np.random.default_rng(seed)
+    seqs = [sequence(rng.integers(0, 3, 40).tolist(), f"l{r}") for r in range(2)]
+    lookup, depth = Lookup(cap=8), int(rng.integers(1, 9))
+    for seq in seqs:
+        lookup.begin(seq)
+    draft = Draft(rows=2)
+    if union:
+        alone = chains(lookup, seqs, draft, [depth])
+        for row in range(2):
+            guess = [alone.token[n] for n in range(len(alone)) if alone.row[n] == row][: int(rng.integers(0, depth + 1))]
+            draft = tree.run(draft, ~row, guess + [7], 1, [0.5] * (len(guess) + 1))
+    slow = chains(lookup, seqs, draft, [1] * depth)
+    half = depth // 2
+    assert by_path(chains(lookup, seqs, draft, [depth])) == by_path(slow)
+    assert by_path(chains(lookup, seqs, draft, [half, depth - half] if half else [depth])) == by_path(slow)
+    assert max((d for d, s in zip(slow.depth, slow.source, strict=True) if s & 4), default=0) <= depth
+    if union:
+        shared = [s for s in slow.source if s == 5]
+        assert len(slow.source) == len(by_path(slow)) and slow.source.count(1) + len(shared) == len(draft)
+        assert [x for x, s in zip(slow.score, slow.source, strict=True) if s & 1] == draft.score
+
+
+def mixed(draft: Draft, rng: np.random.Generator) -> Draft:
+    """The forest with some nodes drawn, and sources and scores at random."""
+    nodes = len(draft)
+    kinds = [POINT if rng.random() < 0.7 else SAMPLED for _ in range(nodes)]
+    return replace(draft, kind=kinds, source=rng.integers(1, 4, nodes).tolist(), score=rng.random(nodes).tolist())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_below_a_place_is_grown_node_by_node(seed):
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(1, 4))
+    draft = mixed(random_draft(rng, rows, 3, int(rng.integers(0, 15))), rng)
+    place = int(rng.integers(-rows, len(draft)))
+    tokens, scores = rng.integers(0, 3, int(rng.integers(0, 6))).tolist(), rng.random(6).tolist()
+    want, end = draft, place
+    for token, score in zip(tokens, scores, strict=False):
+        want = tree.grow(want, np.array([end]), np.array([token]), 8, score=[score])
+        end = next(n for n in range(len(want)) if want.parent[n] == end and want.token[n] == token and want.kind[n] == POINT)
+    grown = tree.run(draft, place, tokens, 8, scores[: len(tokens)])
+    assert grown == want
+    assert tree.descend(grown, place, tokens) == end
+    path = tree.ancestors(grown, end)[len(tree.ancestors(grown, place)) :]
+    assert grown.text(path) == tokens and all(grown.source[n] & 8 for n in path)
+    assert [s & 8 for s in draft.source] == [0] * len(draft), "the draft it grew from is as it was"
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("first", [True, False], ids=["the first nodes", "any nodes"])
+def test_selected_nodes_keep_their_paths(seed, first):
+    rng = np.random.default_rng(seed)
+    draft = mixed(random_draft(rng, 3, 4, int(rng.integers(1, 20))), rng)
+    seeds = range(int(rng.integers(0, len(draft) + 1))) if first else [n for n in range(len(draft)) if rng.random() < 0.3]
+    keep = sorted({n for s in seeds for n in tree.ancestors(draft, s)})
+    chosen = tree.select(draft, keep)
+    assert len(chosen) == len(keep) and chosen.rows == draft.rows
+    for new, old in enumerate(keep):
+        assert chosen.text(tree.ancestors(chosen, new)) == draft.text(tree.ancestors(draft, old))
+        for column in ("token", "row", "depth", "source", "kind", "q_row", "score"):
+            assert getattr(chosen, column)[new] == getattr(draft, column)[old]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_heaviest_nodes_fit_the_budget_of_each_row(seed):
+    rng = np.random.default_rng(seed)
+    draft = mixed(random_draft(rng, 3, 4, 20), rng)
+    budgets, weight = rng.integers(0, 9, 3).tolist(), tree.survival(draft)
+    kept = tree.heaviest(draft, budgets)
+    for row in range(3):
+        mine = [n for n in range(len(draft)) if draft.row[n] == row]
+        assert sum(draft.row[n] == row for n in kept) == min(budgets[row], len(mine))
+        left = [weight[n] for n in mine if n not in kept]
+        assert not left or all(weight[n] >= max(left) for n in kept if draft.row[n] == row)
+    assert all(draft.parent[n] < 0 or draft.parent[n] in kept for n in kept)
 
 
 @pytest.mark.parametrize("seed", range(6))

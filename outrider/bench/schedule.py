@@ -28,7 +28,7 @@ from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 
 PLAIN, AGAIN, ADAPTIVE, OFF = "plain", "plain again", "adaptive", "loaded, off"
-FIXED = (2, 4, 8, 16)
+FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
 CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2")  # policies whose replays are compared with live runs
 SLOWER = 20

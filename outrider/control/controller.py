@@ -26,6 +26,7 @@ YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in
 BATCH = 8  # steps that are learned from together
 OFF = Plan()
 LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
+RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -81,7 +82,6 @@ class Adaptive:
         self.slept: list[tuple[list[Sequence], StepRecord]] = []
         self.asleep, self.why = 0, ""
         self.lessons: list[Lesson] = []
-        self.talkers: set[str] = set()
         self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
@@ -156,20 +156,14 @@ class Adaptive:
             going = [p for p in frontier if not step.rows[~p].rest.get(name)]
             if going and not (self._affords(seqs, name) if cheap else self._pays(seqs, name, draft)):
                 going = []
-        elif cheap and self._says_all(name, draft.depth[frontier[0]] > level):
-            going = []
+        elif cheap and draft.depth[frontier[0]] > level:
+            going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             going = self._deeper(seqs, name, draft, frontier)
         if going:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
         return going
-
-    def _says_all(self, name: str, now: bool) -> bool:
-        """Does this drafter say all that it has to say in one call? One that ever went several levels at once does."""
-        if now:
-            self.talkers.add(name)
-        return name in self.talkers
 
     def _affords(self, seqs: list[Sequence], name: str) -> bool:
         """May a drafter that is cheap, once it has caught up, catch up now?"""
@@ -195,7 +189,7 @@ class Adaptive:
         have = max(self._best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         most = max([promise.levels for promise in alone])
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
-        if step.spent + wait + page.drafting[name][most] + page.seconds[most] > step.room:
+        if step.spent + wait + page.drafting[name][most] + page.seconds[most] + RESERVE > step.room:
             return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
         best *= self._tilt(name, draft)
@@ -424,8 +418,8 @@ def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
 
 
 def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
-    """Is this one of the few guesses of a drafter that rests or is tried, or a plain step that the guard asked for? Decided by
+    """Is this one of the few guesses of a drafter that rests or is tried, or a plain step that was asked for? Decided by
     what was before, not by the verdict."""
     if step is None:
-        return record.reason == "off:guard"  # if the machine has become slow, it is now that this must be seen
+        return record.reason in ("off:guard", "probe:plain")  # if the machine has become slow, it is now that this must be seen
     return bool(step.trial or any(row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows))

@@ -100,7 +100,7 @@ class Tables:
         page = Page(
             at,
             curve.line[0] * self.costs.pace,
-            self.costs.plainly(at) * self.costs.plain_pace,
+            self.costs.owed(at),
             curve.spread,
             verify,
             curve.shape,
@@ -122,7 +122,7 @@ class Tables:
     def _drafting(self, name: str, at: Situation) -> list[float]:
         own, plain = self.costs.drafting(name, at), self.costs.verifying(at)
         assert own is not None and plain is not None
-        shape = [x / plain.line[0] for x in own.drawn().line]
+        shape = [0.0, *(x / plain.line[0] for x in own.drawn().line[1:])]  # who is not started costs nothing
         if self.energy is None or not self.objective:
             return shape
         own, plain = self.energy.drafting(name, at), self.energy.verifying(at)

@@ -77,7 +77,7 @@ def sampling(given: SamplingParams | None, vocab: int, **knobs: Any) -> Sampling
     known = [f.name for f in fields(SamplingParams)]
     for key in knobs:
         if key not in known:
-            raise nearest(key, known)
+            raise nearest(key, [*known, *LIMITS, "speculation"])
     base = {} if given is None else {n: getattr(given, n) for n in known}
     return check_sampling(SamplingParams(**_plain({**base, **knobs})), vocab)
 

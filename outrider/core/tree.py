@@ -141,11 +141,11 @@ def survival(draft: Draft) -> list[float]:
     return out
 
 
-def heaviest(draft: Draft, budget: int) -> list[int]:
-    """Nodes to keep so that each row has at most `budget`: the most likely to survive, ties to the shallower. Closed
+def heaviest(draft: Draft, budgets: list[int]) -> list[int]:
+    """Nodes to keep so that each row has at most its budget: the most likely to survive, ties to the shallower. Closed
     under parents. Whether pruning is lawful is the caller's affair."""
     weight = survival(draft)
-    left = [budget] * draft.rows
+    left = list(budgets)
     kept = []
     for n in sorted(range(len(draft)), key=lambda n: (-weight[n], draft.depth[n], n)):
         if left[draft.row[n]]:

@@ -53,7 +53,7 @@ class Situation(NamedTuple):
 
 def named(text: str) -> Situation:
     """The situation of a name."""
-    tier, _, rows, _, context, kind = text.split(" ")
+    tier, _, rows, _, context, kind = text.rsplit(" ", 5)
     return Situation("" if tier == "-" else tier, int(rows), int(context), kind == "sampled")
 
 
@@ -120,9 +120,8 @@ class Costs:
     """Seconds of all that a step is made of, by situation: `verify`, all of a step but its drafting, by nodes verified
     a row; `draft`, by drafter and levels; `catch_up`, a drafter's seconds per token that it has not read yet.
 
-    All are kept at pace 1; `pace` says how slow the machine is now beside that, by all steps; `plain_pace`, by plain ones
-    alone: a promise about plain decoding cannot hang on what speculation costs. `assumed`: a drafter's level over a plain
-    step until it is measured.
+    All are kept at pace 1; `pace` says how slow the machine is now beside that. `assumed`: a drafter's level over a
+    plain step until it is measured.
     """
 
     def __init__(self, assumed: dict[str, float]) -> None:
@@ -130,7 +129,8 @@ class Costs:
         self.verify: dict[Situation, Curve] = {}
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, float] = {}
-        self.pace = self.plain_pace = 1.0
+        self.pace = 1.0
+        self.lately: dict[Situation, list[float]] = {}  # [observations, seconds] of a step of plain decoding, at the present pace
         self.plains: dict[Situation, int] = {}
         self.steady: dict[Situation, float] = {}  # seconds of a plain step among plain steps
 
@@ -147,7 +147,7 @@ class Costs:
     def take(self, state: dict[str, Any]) -> None:
         """Begin with what a profile kept."""
         self.verify = {named(at): Curve.of(curve) for at, curve in state.get("verify", {}).items()}
-        pairs = {tuple(key.split(" @ ")): curve for key, curve in state.get("draft", {}).items()}
+        pairs = {tuple(key.rsplit(" @ ", 1)): curve for key, curve in state.get("draft", {}).items()}
         self.draft = {(name, named(at)): Curve.of(curve) for (name, at), curve in pairs.items()}
         self.catch_up = {name: each for name, (_, each) in state.get("catch_up", {}).items()}
         self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
@@ -160,6 +160,8 @@ class Costs:
             if near is None:
                 return None
             self.verify[at] = _copy(self.verify[near])
+            if near in self.lately:
+                self.lately[at] = [TRUST, self.lately[near][1]]
             self.plains.setdefault(at, self.plains.get(near, 0))  # its relative's plain steps will do
         return self.verify[at]
 
@@ -186,20 +188,30 @@ class Costs:
         curve = self.verifying(at)
         return self.steady.get(at) or (curve.line[0] if curve else 0.0)
 
+    def owed(self, at: Situation) -> float:
+        """Seconds of a step of plain decoding now, as plain steps alone tell: a promise about plain decoding cannot hang on
+        what speculation costs, as the pace does."""
+        return self.lately[at][1] if at in self.lately else self.plainly(at)
+
+    def _owe(self, at: Situation, seconds: float) -> None:
+        count, mean = self.lately.setdefault(at, [TRUST, self.plainly(at)])
+        clipped = min(max(seconds, mean / CLIP), mean * CLIP)
+        self.lately[at] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1), PACE)]
+
     def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
         """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
         curve = self.verifying(at)
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
         expected = self.plainly(at) if calm else curve.line[nodes]
-        self.pace = _kept(self.pace, seconds / expected)
         if nodes == 0:
-            self.plain_pace = _kept(self.plain_pace, seconds / expected)
-        now = seconds / (self.pace if nodes else self.plain_pace)
+            self._owe(at, seconds * min(self.plainly(at) / expected, 1.0))  # one between wider steps may cost more
+        self._keep_pace(seconds / expected)
+        now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
         if calm:
-            self.steady[at] = expected + 0.05 * (min(max(now, expected / CLIP), expected * CLIP) - expected)
+            self.steady[at] = expected + 0.05 * (now - expected)
         else:
-            curve.add(nodes, now)
+            curve.add(nodes, seconds / self.pace)
         if nodes == 0:
             self.plains[at] = self.plains.get(at, 0) + 1
 
@@ -222,10 +234,8 @@ class Costs:
         curve = self.drafting(name, at)
         return behind * self.catch_up.get(name, 0.1 * curve.line[1] if curve else 0.0)
 
-
-def _kept(pace: float, ratio: float) -> float:
-    """A pace after one more step."""
-    return pace * (1 + PACE * (min(max(ratio / pace, 1 / CLIP), CLIP) - 1))
+    def _keep_pace(self, ratio: float) -> None:
+        self.pace *= 1 + PACE * (min(max(ratio / self.pace, 1 / CLIP), CLIP) - 1)
 
 
 def _copy(curve: Curve) -> Curve:

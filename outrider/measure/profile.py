@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +60,7 @@ def _digest(folder: Path) -> str:
 
 def place(mark: dict[str, str]) -> Path:
     """Where the profile of a fingerprint lies."""
-    name = hashlib.blake2b(json.dumps(mark, sort_keys=True).encode(), digest_size=10).hexdigest()
+    name = hashlib.blake2b(json.dumps([VERSION, mark], sort_keys=True).encode(), digest_size=10).hexdigest()
     return cache_folder() / "profiles" / f"{name}.json"
 
 
@@ -71,10 +72,8 @@ def load(file: Path, mark: dict[str, str]) -> Json | None:
     found = _read(file)
     if found is None:
         return None
-    other = found["fingerprint"]
+    other, mark = {**found["fingerprint"], "version": str(found["version"])}, {**mark, "version": str(VERSION)}
     differing = sorted(key for key in {*other, *mark} if other.get(key) != mark.get(key))
-    if found["version"] != VERSION:
-        differing.append("version")
     if differing:
         told = "; ".join(f"{key}: {other.get(key)!r} there, {mark.get(key)!r} here" for key in differing)
         raise OutriderError(f"{file} is the profile of something else", told, "profile='auto', or a new one by `outrider profile`")
@@ -94,8 +93,13 @@ def _read(file: Path) -> Json | None:
         pass
     except OSError as unreadable:
         raise OutriderError(f"{file} cannot be read", str(unreadable), "another file, or profile='off'") from unreadable
-    aside = file.with_name(f"{file.name}.damaged-{os.getpid()}")
-    file.rename(aside)
+    aside = file.with_name(f"{file.name}.damaged-{time.time_ns():x}")
+    try:
+        file.rename(aside)
+    except FileNotFoundError:
+        return None  # another process was quicker
+    except OSError as unable:
+        raise OutriderError(f"{file} is damaged and cannot be set aside", str(unable), "another file, or profile='off'") from unable
     log.warning("%s is no whole profile: it was set aside as %s and is made anew", file, aside.name)
     return None
 
@@ -123,8 +127,8 @@ def _turn(file: Path) -> Iterator[None]:
 
 
 def merged(theirs: Any, mine: Any, base: Any) -> Any:
-    """`theirs` and what `mine` added to `base`. A list is numbers that begin with how many observations they stand for;
-    the rest of it is averaged by these."""
+    """`theirs` and what `mine` added to `base`. A whole number is a count. A list is numbers that begin with how many
+    observations they stand for; the rest of it is averaged by these."""
     if isinstance(mine, dict):
         theirs, base = (x if isinstance(x, dict) else {} for x in (theirs, base))
         return {key: merged(theirs[key], mine[key], base.get(key)) if key in theirs and key in mine else theirs.get(key, mine.get(key))
@@ -139,4 +143,6 @@ def merged(theirs: Any, mine: Any, base: Any) -> Any:
         added = max(mine[0] - known, 0)
         count = theirs[0] + added
         return [count, *((a * theirs[0] + b * added) / count if count else b for a, b in zip(theirs[1:], mine[1:], strict=True))]
+    if type(mine) is type(theirs) is int:  # a bare count
+        return theirs + max(mine - (base if type(base) is int else 0), 0)
     return mine if mine != base else theirs

@@ -165,6 +165,9 @@ class Runtime:
         """Who may guess for a request (None: all), and how much. `knobs` loses the names that say so."""
         found = {key: knobs.pop(key) for key in list(knobs) if key in LIMITS}
         if isinstance(wish, dict):
+            for key, value in wish.items():
+                if key in found and found[key] != value:
+                    raise OutriderError(f"{key}={value!r} in speculation, and {found[key]!r} beside it", "", "one of the two")
             found |= {key: value for key, value in wish.items() if key != "drafters"}
             wish = wish.get("drafters", "auto")
         if wish == "auto" or wish is None:
@@ -172,6 +175,8 @@ class Runtime:
         if wish == "off":
             return frozenset(), limits(found)
         known = list(self.engine.drafters)
+        if not isinstance(wish, (str, list, tuple, set, frozenset)):
+            raise OutriderError(f"speculation={wish!r} names no drafters", "", f"auto, off, or some of {known}")
         asked = [wish] if isinstance(wish, str) else list(wish)
         for name in asked:
             if name not in known:

@@ -133,15 +133,15 @@ class Engine:
         """Every drafter of the plan grows the forest, for as long as the controller lets it; how deep each was let go."""
         draft, levels = Draft(rows=len(seqs)), {}
         room = _room(seqs)
-        cap = _cap(plan, settings)
+        caps = _caps(seqs, plan, settings)
         for name, most, width in plan.drafters:
-            bit, across = self.bits[name], min(width, cap)
+            bit, across = self.bits[name], min(width, max(caps))
             frontier, level = [~r for r, s in enumerate(seqs) if _allowed(s, name)], 0
             while level < most and frontier:
-                frontier = _fitting(draft, self.controller.more(seqs, name, draft, frontier), across, level, room, cap)
+                frontier = _fitting(draft, self.controller.more(seqs, name, draft, frontier), across, level, room, caps)
                 if not frontier:
                     break
-                ahead = _ahead(draft, frontier, most - level, level, room, cap) if across == 1 else 1
+                ahead = _ahead(draft, frontier, most - level, level, room, caps) if across == 1 else 1
                 draft = self.drafters[name].extend(seqs, draft, frontier, across, bit, settings, noise, levels=ahead)
                 found = [depth for n, depth in enumerate(draft.depth) if depth > level and draft.source[n] & bit]
                 level = levels[name] = max(found, default=level + 1)
@@ -158,10 +158,12 @@ class Engine:
         if not draft.token or any(kind != POINT for kind in draft.kind):
             return draft, everything, reason
         keep = everything if chosen is None else chosen
-        if self.strict or plan.budget:
-            allowed = set(tree.chain(draft) if self.strict else everything)
-            allowed &= set(tree.heaviest(draft, plan.budget)) if plan.budget else allowed
+        if self.strict:
+            allowed = set(tree.chain(draft))
             keep = [n for n in keep if n in allowed]
+        budgets = _budgets(seqs, plan)
+        if len(keep) > min(budgets):
+            keep = [keep[n] for n in tree.heaviest(tree.select(draft, keep), budgets)]
         return (draft, everything, reason) if len(keep) == len(draft) else (tree.select(draft, keep), keep, reason)
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
@@ -239,24 +241,30 @@ def _room(seqs: list[Sequence]) -> list[int]:
     ]  # fmt: skip
 
 
-def _ahead(draft: Draft, frontier: Places, most: int, level: int, room: list[int], cap: int) -> int:
+def _ahead(draft: Draft, frontier: Places, most: int, level: int, room: list[int], caps: list[int]) -> int:
     """Levels that a drafter may add by itself, a node each, below every place of the frontier."""
     rows = [~p if p < 0 else draft.row[p] for p in frontier]
-    return min(most, *(min(room[r] - level, (cap - draft.row.count(r)) // rows.count(r)) for r in rows))
+    return min(most, *(min(room[r] - level, (caps[r] - draft.row.count(r)) // rows.count(r)) for r in rows))
 
 
-def _cap(plan: Plan, settings: Settings) -> int:
-    """Nodes a row may grow to. A budget binds while drawing where nothing may be pruned afterwards."""
+def _budgets(seqs: list[Sequence], plan: Plan) -> list[int]:
+    """Nodes of each row that may be verified: by the plan, and by what its request asked for."""
+    budget = plan.budget or MAX_NODES
+    return [min(budget, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs]
+
+
+def _caps(seqs: list[Sequence], plan: Plan, settings: Settings) -> list[int]:
+    """Nodes each row may grow to. A budget binds while drawing where nothing may be pruned afterwards."""
     lawful = bool((settings.greedy | settings.coupled).all())
-    return min(plan.budget, MAX_NODES) if plan.budget and not lawful else MAX_NODES
+    return [MAX_NODES] * len(seqs) if lawful else [min(budget, MAX_NODES) for budget in _budgets(seqs, plan)]
 
 
-def _fitting(draft: Draft, frontier: Places, width: int, level: int, room: list[int], cap: int) -> Places:
+def _fitting(draft: Draft, frontier: Places, width: int, level: int, room: list[int], caps: list[int]) -> Places:
     """The places that may grow: their row needs more tokens than that, and its next level fits under the cap."""
     rows = [~p if p < 0 else draft.row[p] for p in frontier]
-    if cap == MAX_NODES and len(draft) + width * len(rows) <= cap:  # far from any cap
+    if len(draft) + width * len(rows) <= min(caps):  # far from any cap
         return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level]
-    return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level and draft.row.count(r) + width * rows.count(r) <= cap]
+    return [p for p, r in zip(frontier, rows, strict=True) if room[r] > level and draft.row.count(r) + width * rows.count(r) <= caps[r]]
 
 
 def _accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise) -> Outcome:

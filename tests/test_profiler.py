@@ -1,0 +1,241 @@
+"""Sweeps and keepers: what is measured at rest leaves nothing behind, and what a process learned is where the next begins."""
+
+import atexit
+import itertools
+import json
+import logging
+
+import pytest
+from contracts import plain, request, run
+from tiny import tiny_folders
+
+import outrider
+from outrider.control.fixed import fixed
+from outrider.control.tables import Tables
+from outrider.core.errors import OutriderError
+from outrider.core.types import Plan
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import ModelDrafter
+from outrider.measure import profile
+from outrider.measure.cost import DEEPEST, Costs, situation
+from outrider.models.toy import ToyModel
+from outrider.runtime import profiler
+from outrider.runtime.engine import Engine
+from outrider.runtime.profiler import NODES, WARM, sweep
+
+TEXT = "she sells sea shells on the sea shore and the shells she sells"
+HOW = {"max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_folders(tmp_path_factory.mktemp("profiler"))
+
+
+def pair(folders, **settings):
+    """The tiny pair under the controller, on a clock that ticks once a look: what is learned does not hang on the machine."""
+    settings = {"compile": "off", "profile": "off"} | settings
+    runtime = outrider.load(folders["target"], ["lookup", f"model:{folders['draft']}"], **settings)
+    runtime.engine.now = itertools.count().__next__
+    atexit.unregister(runtime.keeper.save)
+    return runtime
+
+
+def toys(rows: int = 3) -> tuple[Engine, Tables]:
+    draft = ModelDrafter(ToyModel(12, 5, rows=rows, blend=(8, 0.3), name="draft", context=1024))
+    engine = Engine(ToyModel(12, 5, rows=rows, context=1024), {"model": draft, "lookup": Lookup()}, fixed(Plan((("model", 3, 1),))), rows)
+    engine.now = itertools.count().__next__
+    return engine, Tables(engine.bits, Costs({"model": 0.5, "lookup": 0.05}))
+
+
+def parts(engine: Engine) -> tuple:
+    return engine.controller, engine.drafters, dict(engine.bits)
+
+
+def at_rest(engine: Engine) -> bool:
+    models = [engine.target, *(d.model for d in engine.drafters.values() if hasattr(d, "model"))]
+    return not engine.batcher.running and not engine.batcher.waiting and all(m.rows.active == 0 for m in models)
+
+
+# --- sweeps
+
+
+def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():
+    engine, tables = toys()
+    taken = sweep(engine, tables, context=100, patience=1e9, repeats=1)
+    at = situation("", 1, 100, False)
+    assert taken > WARM + len(NODES)
+    assert set(tables.costs.verify[at].seen) == {n for n in NODES if n <= DEEPEST}
+    assert set(tables.costs.draft) == {("model", at), ("lookup", at)}
+    assert set(tables.costs.draft["model", at].seen) == set(profiler.LEVELS)
+    assert tables.costs.plains[at] == tables.costs.verify[at].seen[0][0] > 0 and at in tables.costs.steady
+    assert tables.costs.catch_up["model"] >= 0
+
+
+def test_a_sweep_out_of_time_still_measures_plain_steps():
+    engine, tables = toys()
+    taken = sweep(engine, tables, context=100, patience=0.0, repeats=1)
+    assert len(NODES) // 2 < taken < WARM + len(NODES) and 0 in tables.costs.verify[situation("", 1, 100, False)].seen
+
+
+@pytest.mark.parametrize(("rows", "sampled"), [(2, False), (1, True), (3, True)])
+def test_a_sweep_of_rows_or_of_sampled_text_is_filed_as_such(rows, sampled):
+    engine, tables = toys()
+    sweep(engine, tables, context=60, rows=rows, sampled=sampled, patience=1e9, repeats=1)
+    assert list(tables.costs.verify) == [situation("", rows, 60, sampled)]
+
+
+def test_a_sweep_leaves_nothing_behind_and_later_texts_are_plains():
+    engine, tables = toys()
+    before, requests = parts(engine), [request([1, 2, 3, 1, 2], f"r{n}", max_tokens=30, seed=n) for n in range(4)]
+    want = plain(ToyModel(12, 5), requests)
+    for rows in (1, 3):
+        sweep(engine, tables, context=80, rows=rows, patience=1e9, repeats=1)
+        assert parts(engine) == before and at_rest(engine)
+        seqs = run(engine, requests)
+        assert [s.generated for s in seqs] == want and all(set(r.levels) <= {"model"} for s in seqs for r in s.records)
+
+
+@pytest.mark.parametrize("late", [0, 1, 20])
+def test_a_step_that_raises_in_a_sweep_leaves_everything_as_it_was(monkeypatch, late):
+    engine, tables = toys()
+    before, score, calls = parts(engine), engine.target.score, itertools.count()
+
+    def fail(*args):
+        if next(calls) == late:
+            raise RuntimeError("out of memory")
+        return score(*args)
+
+    monkeypatch.setattr(engine.target, "score", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sweep(engine, tables, context=80, rows=2, patience=1e9, repeats=1)
+    assert parts(engine) == before and at_rest(engine) and not tables.costs.verify
+    assert run(engine, [request([1, 2, 3])])[0].generated == plain(ToyModel(12, 5), [request([1, 2, 3])])[0]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_sweep_is_refused_while_requests_run_or_wait(started):
+    engine, tables = toys()
+    before, seq = parts(engine), engine.submit(request([1, 2, 3]))
+    if started:
+        engine.step()
+    with pytest.raises(OutriderError, match="while requests run"):
+        sweep(engine, tables, patience=1e9)
+    assert parts(engine) == before and not tables.costs.verify and seq.finish_reason is None
+    assert run(engine, []) == []
+    engine.cancel(seq)
+    assert sweep(engine, tables, context=60, patience=1e9, repeats=1) > 0
+
+
+def test_a_short_context_ends_a_sweep_and_not_the_program():
+    engine = Engine(ToyModel(12, 5, context=90), {"lookup": Lookup()}, fixed(Plan()), 1)
+    tables = Tables(engine.bits, Costs({}))
+    assert sweep(engine, tables, context=45, patience=1e9) > 0
+    assert tables.costs.verify and at_rest(engine)
+
+
+# --- keepers
+
+
+def test_an_idle_keeper_sweeps_once_and_not_while_someone_waits(folders, monkeypatch):
+    monkeypatch.setattr(profiler, "PATIENCE", 1e9)
+    swept = []
+    monkeypatch.setattr(profiler, "sweep", lambda engine, tables, **how: swept.append(how) or sweep(engine, tables, **{**how, "repeats": 1}))
+    runtime = pair(folders)
+    before, seq = parts(runtime.engine), runtime.engine.submit(runtime.request([5, 6, 7], max_tokens=8))
+    runtime.keeper.idle(runtime.engine)
+    assert not swept
+    runtime.engine.cancel(seq)
+    for _ in range(3):
+        runtime.keeper.idle(runtime.engine)
+    assert len(swept) == 1 and parts(runtime.engine) == before and at_rest(runtime.engine)
+    curve = runtime.keeper.tables.costs.verify[situation("eager:off", 1, profiler.CONTEXT, False)]
+    assert len(curve.seen) >= len(NODES) // 2
+    assert runtime.generate(TEXT, **HOW).tokens == runtime.generate(TEXT, speculation="off", **HOW).tokens
+    assert len(swept) == 1
+
+
+def test_no_sweep_where_a_profile_says_what_steps_cost(folders, monkeypatch, tmp_path):
+    monkeypatch.setattr(profiler, "PATIENCE", 1e9)
+    swept = []
+    monkeypatch.setattr(profiler, "sweep", lambda engine, tables, **how: swept.append(how) or sweep(engine, tables, **{**how, "repeats": 1}))
+    for _ in range(2):
+        runtime = pair(folders, profile=tmp_path / "p.json")
+        runtime.generate(TEXT, **HOW)
+        runtime.keeper.save()
+        assert len(swept) == 1
+
+
+def test_a_second_load_begins_where_the_first_ended(folders, tmp_path):
+    file = tmp_path / "p.json"
+    first = pair(folders, profile=file)
+    text = first.generate(TEXT, **HOW).tokens
+    first.keeper.save()
+    learned = first.keeper.tables.state()
+    assert learned["costs"]["verify"] and learned["predictors"]["logistic"]["weights"] and learned["drafts"] > 0
+    second = pair(folders, profile=str(file))
+    assert second.keeper.tables.state() == json.loads(json.dumps(learned))
+    assert second.generate(TEXT, **HOW).tokens == text
+    assert profile.load(file, second.keeper.mark) == json.loads(json.dumps(learned)), "what is learned now does not leak into the base"
+
+
+def test_two_runtimes_add_what_they_learned(folders, tmp_path):
+    file = tmp_path / "p.json"
+    pairs = [pair(folders, profile=file) for _ in range(2)]
+    for runtime in pairs:
+        runtime.generate(TEXT, **HOW)
+    for runtime in [*pairs, *pairs]:
+        runtime.keeper.save()
+    both, (one, other) = profile.load(file, pairs[0].keeper.mark), (r.keeper.tables.state() for r in pairs)
+    assert both["drafts"] == one["drafts"] + other["drafts"]
+    name = next(iter(one["costs"]["verify"]))
+    seen = [x["costs"]["verify"][name]["seen"]["0"][0] for x in (one, other, both)]
+    assert seen[0] + seen[1] == seen[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [({"dtype": "bfloat16"}, ["dtype"]), ({"rows": 2, "strict": True}, ["rows", "strict"]), ({"draft": "twin"}, ["model 1"])],
+    ids=str,
+)
+def test_the_profile_of_another_pair_is_refused_with_what_differs(folders, tmp_path, change, keys):
+    file, change = tmp_path / "p.json", dict(change)
+    pair(folders, profile=file).keeper.save()
+    other = {**folders, "draft": folders[change.pop("draft", "draft")]}
+    with pytest.raises(OutriderError, match="profile of something else") as refused:
+        pair(other, profile=file, **change)
+    assert [part.split(": ")[0] for part in str(refused.value).split("; ")][1:] == keys[1:]
+    assert f"{keys[0]}: " in str(refused.value)
+
+
+def test_profile_off_writes_nothing_and_auto_writes_in_the_cache_folder(folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    off = pair(folders, profile="off")
+    off.generate(TEXT, **HOW)
+    off.keeper.save()
+    assert off.keeper.file is None and not list(tmp_path.rglob("*"))
+    auto = pair(folders, profile="auto")
+    auto.keeper.save()
+    assert list(tmp_path.rglob("*.json")) == [auto.keeper.file] == [profile.place(auto.keeper.mark)]
+
+
+def test_a_keeper_writes_now_and_then(folders, tmp_path, monkeypatch):
+    runtime = pair(folders, profile=tmp_path / "p.json")
+    runtime.generate(TEXT, **HOW)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(profiler, "EVERY", -1.0)
+    runtime.generate(TEXT, **HOW)
+    assert profile.load(tmp_path / "p.json", runtime.keeper.mark)["drafts"] == runtime.keeper.tables.drafts
+
+
+@pytest.mark.parametrize("obstacle", ["a file where the folder should be", "another pair's profile"])
+def test_a_profile_that_cannot_be_written_costs_a_warning_and_no_text(folders, tmp_path, monkeypatch, caplog, obstacle):
+    monkeypatch.setattr(profiler, "EVERY", -1.0)
+    runtime = pair(folders, profile=tmp_path / "down" / "p.json")
+    if obstacle.startswith("a file"):
+        (tmp_path / "down").write_text("in the way")
+    else:
+        profile.save(tmp_path / "down" / "p.json", {"dtype": "other"}, {}, {})
+    with caplog.at_level(logging.WARNING, "outrider"):
+        text = runtime.generate(TEXT, **HOW).tokens
+    assert "was not written" in caplog.text and text == runtime.generate(TEXT, speculation="off", **HOW).tokens
