@@ -63,7 +63,7 @@ class Step:
     survival: list[float] = field(default_factory=list)
     best: tuple[int, int, float] = (0, 0, 1.0)
     promised: dict[str, float] = field(default_factory=dict)
-    probing: bool = False
+    trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
 
 class Adaptive:
@@ -104,7 +104,7 @@ class Adaptive:
         page = self._page(self._situation(seqs))
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
-        room = self.ledger.left([s.request.id for s in seqs], page.plain * page.steady) / (page.plain * page.spread)
+        room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if room < page.seconds[1] + page.drafting[names[0]][1]:
             return OFF, "off:guard"
         self.step = Step(page, rows, room, page.steady if self.calm >= CALM else 1.0)
@@ -154,7 +154,7 @@ class Adaptive:
         if level is None:
             level = step.levels[name] = 0
             going = [p for p in frontier if not step.rows[~p].rest.get(name)]
-            if going and not cheap and not self._pays(seqs, name, draft):
+            if going and not (self._affords(seqs, name) if cheap else self._pays(seqs, name, draft)):
                 going = []
         elif cheap and draft.depth[frontier[0]] > level:
             going = []  # it goes on by itself: it has said all it had to say in one call
@@ -164,6 +164,13 @@ class Adaptive:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
         return going
+
+    def _affords(self, seqs: list[Sequence], name: str) -> bool:
+        """May a drafter that is cheap, once it has caught up, catch up now?"""
+        step = self.step
+        assert step is not None
+        wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
+        return wait == 0 or step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] <= step.room or self._later(name)
 
     def _pays(self, seqs: list[Sequence], name: str, draft: Draft) -> bool:
         """Is a drafter that costs something worth starting, beside what is drafted? Now and then it is tried anyway."""
@@ -200,8 +207,8 @@ class Adaptive:
         if self.steps >= self.due[name] and self.explored + cost <= gift + EXPLORE * self.steps:
             self.explored += cost
             self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], RARELY)
-            step.probing = True
-        return step.probing
+            step.trial = name, cost
+        return step.trial is not None
 
     def _later(self, name: str) -> bool:
         """No, and nothing will change that before the tables are looked at again."""
@@ -229,7 +236,7 @@ class Adaptive:
         assert step is not None
         page, level, rows = step.page, step.levels[name], len(seqs)
         frontier = [n for n in frontier if draft.score[n] >= seqs[draft.row[n]].request.limits.floor]
-        if not frontier or (step.probing and level >= PROBED):
+        if not frontier or (step.trial and level >= PROBED):
             return []
         survival = self._survivals(draft)
         have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
@@ -312,7 +319,7 @@ class Adaptive:
         most, _ = self._best(draft)
         longest = max([draft.row.count(r) for r in range(draft.rows)])
         why = "off:unpaid" if most == 0 else "depth:all" if most >= longest else "depth:trimmed"
-        if step.probing and most < PROBED:
+        if step.trial and most < PROBED:
             most, why = PROBED, "probe:drafter"
         elif self.tables.drafts < WARM and most < min(longest, WHOLE):
             most, why = WHOLE, "probe:whole"
@@ -347,7 +354,7 @@ class Adaptive:
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or record.reason == "probe:plain":
+        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(rows, record, step):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
@@ -360,6 +367,8 @@ class Adaptive:
 
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
+        if step and step.trial:
+            self._tried(*step.trial, record)
         for n, verdict in verdicts(record) if record.kept else ():
             row = rows[record.draft.row[n]]  # type: ignore[union-attr]
             row.history = (row.history << 1 | verdict) & 0xFFFF
@@ -376,6 +385,12 @@ class Adaptive:
                 if vain >= PATIENCE:
                     row.rest[name] = min(vain // PATIENCE, REST)
 
+    def _tried(self, name: str, cost: float, record: StepRecord) -> None:
+        """A try in which all was right has cost nothing, and the next one is soon."""
+        if sum([n for (who, _), n in record.accepted_by.items() if who == name]) >= PROBED * len(record.requests):
+            self.explored -= cost
+            self.pause[name], self.due[name] = PROBE, self.steps + PATIENCE
+
     def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None) -> None:
         page = self.page
         if page is None:
@@ -383,7 +398,7 @@ class Adaptive:
         spent = record.reading.seconds - record.seconds.get("prefill", 0.0)
         bad_case = step.room * page.plain * page.spread if step is not None and record.kept else None
         for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, page.plain * page.steady, tokens, spent, bad_case)
+            self.ledger.charge(seq.request.id, page.owed, tokens, spent, bad_case)
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
@@ -400,3 +415,11 @@ def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
             else:
                 awake = True
     return awake
+
+
+def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
+    """Is this one of the few guesses of a drafter that rests or is tried, or a plain step that was asked for? Decided by
+    what was before, not by the verdict."""
+    if step is None:
+        return record.reason in ("off:guard", "probe:plain")  # if the machine has become slow, it is now that this must be seen
+    return bool(step.trial or any(row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows))

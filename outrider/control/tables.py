@@ -44,13 +44,15 @@ class Promise(NamedTuple):
 
 @dataclass(slots=True)
 class Page:
-    """Prices and chances of one situation. `plain`: seconds of a plain step now. In plain steps: `verify`, by nodes, by the
+    """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
+    tell. In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels. `alone`: by drafter and last two verdicts,
     what starting it promises. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
     plain: float
+    owed: float
     spread: float
     verify: list[float]
     seconds: list[float]
@@ -98,6 +100,7 @@ class Tables:
         page = Page(
             at,
             curve.line[0] * self.costs.pace,
+            self.costs.owed(at),
             curve.spread,
             verify,
             curve.shape,

@@ -130,6 +130,7 @@ class Costs:
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, float] = {}
         self.pace = 1.0
+        self.lately: dict[Situation, list[float]] = {}  # [observations, seconds] of a step of plain decoding, at the present pace
         self.plains: dict[Situation, int] = {}
         self.steady: dict[Situation, float] = {}  # seconds of a plain step among plain steps
 
@@ -159,6 +160,9 @@ class Costs:
             if near is None:
                 return None
             self.verify[at] = _copy(self.verify[near])
+            if near in self.lately:
+                self.lately[at] = [TRUST, self.lately[near][1]]
+            self.plains.setdefault(at, self.plains.get(near, 0))  # its relative's plain steps will do
         return self.verify[at]
 
     def drafting(self, name: str, at: Situation) -> Curve | None:
@@ -184,12 +188,24 @@ class Costs:
         curve = self.verifying(at)
         return self.steady.get(at) or (curve.line[0] if curve else 0.0)
 
+    def owed(self, at: Situation) -> float:
+        """Seconds of a step of plain decoding now, as plain steps alone tell: a promise about plain decoding cannot hang on
+        what speculation costs, as the pace does."""
+        return self.lately[at][1] if at in self.lately else self.plainly(at)
+
+    def _owe(self, at: Situation, seconds: float) -> None:
+        count, mean = self.lately.setdefault(at, [TRUST, self.plainly(at)])
+        clipped = min(max(seconds, mean / CLIP), mean * CLIP)
+        self.lately[at] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1), PACE)]
+
     def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
         """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
         curve = self.verifying(at)
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
         expected = self.plainly(at) if calm else curve.line[nodes]
+        if nodes == 0:
+            self._owe(at, seconds * min(self.plainly(at) / expected, 1.0))  # one between wider steps may cost more
         self._keep_pace(seconds / expected)
         now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
         if calm:

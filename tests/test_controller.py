@@ -1,0 +1,258 @@
+"""Law: at every step what is expected to pay best is done, by one rule, and what was expected follows what comes.
+
+A simulator: the real engine and controller over texts and guesses written by hand, on a clock of given costs (seconds are
+plain steps). `lookup` says all it has to say in one call, `model` goes a level at a time.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from statistics import mean
+
+import pytest
+from contracts import request
+from tiny import Ruled
+from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, linear, trace
+
+from outrider.bench.policies import policy
+from outrider.bench.replay import Trace
+from outrider.control.controller import EXPLORE, GIFT, PATIENCE, PROBE, REST, Adaptive
+from outrider.control.tables import Tables
+from outrider.core.types import Limits, StepRecord
+from outrider.drafters.lookup import Lookup
+from outrider.measure.cost import Costs
+from outrider.runtime.engine import Engine
+
+FREE = {"lookup": linear(0.0, 0.01)}
+REASONS = {
+    "off:request", "off:resting", "off:guard", "off:no-guess", "off:unpaid", "off:least",
+    "probe:plain", "probe:drafter", "probe:whole", "depth:all", "depth:trimmed", "depth:guard", "depth:drawn",
+}  # fmt: skip
+
+
+def flat(records: list[list[StepRecord]]) -> list[StepRecord]:
+    return [r for text in records for r in text]
+
+
+def ours(of: Trace, **how: object) -> list[StepRecord]:
+    """What the adaptive controller does."""
+    return flat(drive(of, adaptive(of, **how)))
+
+
+def told(of: Trace, name: str) -> list[StepRecord]:
+    """What a simple policy does."""
+    return flat(drive(of, policy(name, of.drafters, {}, "")))
+
+
+def seconds(records: list[StepRecord]) -> float:
+    return sum(r.reading.seconds for r in records)
+
+
+def lookups(verify: Shape, chance: float, **how: object) -> Trace:
+    return trace(1, costs(verify, FREE), {"lookup": lambda t, d: chance}, **how)
+
+
+# --- how deep ---
+
+
+@pytest.mark.parametrize("said", [None, 0.6])
+def test_deep_where_nodes_are_cheap_and_shallow_where_they_are_not(said: float | None) -> None:
+    """Also where the drafter's own estimate says nothing."""
+    score = (lambda p: said) if said else (lambda p: p)
+    assert mean(late(ours(lookups(linear(0.01), 0.9, score=score)))) > 7
+    steep = late(ours(lookups(linear(0.4), 0.6, score=score)))
+    assert mean(steep) < 1.5 and steep.count(0) < 0.1 * len(steep)
+
+
+def test_nothing_is_verified_where_nothing_pays() -> None:
+    records = ours(lookups(linear(0.5), 0.2))
+    assert not any(late(records)) and {r.reason for r in records[200:-1]} == {"off:unpaid", "off:resting"}
+    assert seconds(records) < 1.02 * 400
+
+
+@pytest.mark.parametrize("name", ["lookup", "model"])
+def test_a_cliff_is_filled_and_never_crossed(name: str) -> None:
+    priced = costs(lambda n: 1 + 0.01 * n + 1.5 * (n > 4), {name: linear(0.02, 0.0)})
+    found = late(ours(trace(1, priced, {name: lambda t, d: 0.9})))
+    assert max(found) == 4 and found.count(4) > 0.9 * len(found)
+
+
+@pytest.mark.parametrize("name", ["lookup", "model"])
+@pytest.mark.parametrize("free", [0, 2])
+def test_a_step_of_the_costs_is_looked_beyond(name: str, free: int) -> None:
+    """The node after the free ones costs nine tenths of a step, those below it nearly nothing: alone it never pays."""
+    priced = costs(lambda n: 1 + 0.01 * n + 0.9 * (n > free), {name: linear(0.02, 0.0)})
+    assert mean(late(ours(trace(1, priced, {name: lambda t, d: 0.93})))) > 6
+
+
+@pytest.mark.parametrize("level", [0.02, 0.1, 0.3])
+def test_a_drafter_of_any_price_goes_as_deep_as_it_pays(level: float) -> None:
+    of = trace(1, costs(linear(0.01), {"model": linear(level, 0.0)}), {"model": lambda t, d: 0.9}, texts=4)
+    records = ours(of)
+    fixed = {k: seconds(told(of, f"model:{k}")) for k in (1, 2, 4, 6, 8, 12, 16)}
+    assert seconds(records) < 1.15 * min(fixed.values()), f"{mean(late(records))} deep, beside {fixed}"
+
+
+WORLDS = {"flat": (linear(0.02), 0.85), "slope": (linear(0.1), 0.7), "steep": (linear(0.4), 0.6), "unpaid": (linear(0.6), 0.2)}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_as_good_as_the_best_fixed_depth(world: str) -> None:
+    """Which none has told it."""
+    of = lookups(*WORLDS[world], texts=2)
+    names = ["plain", *(f"lookup:{k}" for k in (1, 2, 3, 4, 6, 8, 12, 16))]
+    best = min(seconds(told(of, name)) for name in names)
+    assert seconds(ours(of)) < 1.05 * best
+
+
+@pytest.mark.parametrize("kind", ["static", "bimodal", "gshare", "logistic", "tage"])
+def test_depth_follows_the_score_where_it_tells(kind: str) -> None:
+    """Half of the guesses are good and half bad, and the drafter knows which; `static` believes it at once."""
+    of = trace(5, costs(linear(0.15), FREE), {"lookup": lambda t, d: 0.95 if t // 4 % 2 else 0.1}, texts=2)
+    by: dict[bool, list[int]] = {True: [], False: []}
+    for r in drive(of, adaptive(of, kind))[1]:
+        if r.draft and r.draft.score:
+            by[r.draft.score[0] > 0.5].append(r.drafted[0])
+    assert mean(by[True]) > (2 if kind in ("bimodal", "gshare") else 4)
+    assert kind in ("bimodal", "gshare") or mean(by[False] or [0]) < 1
+
+
+# --- over time ---
+
+
+def drafted_from(records: list[StepRecord], start: int, stop: int) -> list[int]:
+    return [r.drafted[0] for r in records if start <= r.context[0] - 8 < stop]
+
+
+def test_drift_is_followed_down_and_up() -> None:
+    """At once where the drafter knows; from verdicts alone where it does not."""
+    for score, time in ((lambda p: p, 50), (lambda p: 0.7, 300)):
+        of = trace(2, costs(linear(0.08), FREE), {"lookup": lambda t, d: 0.02 if 150 <= t < 550 else 0.9}, length=1000, score=score)
+        records = ours(of)
+        assert mean(drafted_from(records, 60, 150)) > 4
+        assert mean(drafted_from(records, 150 + time, 550)) < 0.5
+        assert mean(drafted_from(records, 550 + time, 1000)) > 3
+
+
+def test_a_drafter_that_costs_much_comes_back_after_it_was_off() -> None:
+    chances = {"model": lambda t, d: 0.1 if t < 150 else 0.97}
+    of = trace(3, costs(linear(0.05), {"model": linear(0.3, 0.0)}), chances, length=700)
+    records = ours(of)
+    assert mean(drafted_from(records, 50, 250)) < 0.1
+    assert mean(drafted_from(records, 400, 700)) > 4
+
+
+@pytest.mark.parametrize("at", [30, 100, 200])
+def test_one_stall_changes_no_policy(at: int) -> None:
+    of = lookups(linear(0.1), 0.7, length=450, texts=3)
+    calm = ours(of)
+    stalled = flat(drive(of, adaptive(of), Weather(of, lambda n, name: 10.0 if n in (at, at + 1) else 1.0)))
+    worst = max(stalled, key=lambda r: r.reading.seconds)
+    assert worst.reading.seconds > 9
+    after = stalled[stalled.index(worst) + 1 :]
+    assert abs(mean(r.drafted[0] for r in after) - mean(late(calm))) < 1.5
+    assert sum(r.drafted[0] == 0 for r in after) <= sum(r.drafted[0] == 0 for r in calm)
+    assert seconds(stalled) - worst.reading.seconds < 1.03 * seconds(calm)
+
+
+def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer() -> None:
+    of = trace(4, costs(linear(0.2), {"model": linear(0.5, 0.0)}), {"model": lambda t, d: 0.2}, texts=4, score=lambda p: 0.8)
+    controller = adaptive(of)
+    records = flat(drive(of, controller))
+    tries = [i for i, r in enumerate(records) if r.levels]
+    gaps = [b - a for a, b in pairwise(tries) if b - a >= PROBE]
+    assert 4 <= len(tries) < 16, f"tried at {tries}"
+    assert gaps == sorted(gaps) and gaps[-1] > 8 * PROBE
+    assert controller.explored <= GIFT + EXPLORE * len(records)
+
+
+def test_a_drafter_without_guesses_rests_longer_and_longer() -> None:
+    of = lookups(linear(0.1), 0.0)
+    records = ours(of)
+    asked = [i for i, r in enumerate(records) if r.levels]
+    gaps = [b - a for a, b in pairwise(asked)]
+    assert gaps[: PATIENCE - 2] == [1] * (PATIENCE - 2) and max(gaps) > 5 and len(asked) < len(records) / 3
+    assert max(gaps) <= REST + 2
+
+
+# --- requests, rows, records ---
+
+
+def clocked(controller: Adaptive, target: Ruled, drafters: dict, rows: int) -> Engine:
+    """A toy engine whose time is what its target computes."""
+    engine = Engine(target, drafters, controller, rows)
+    engine.now = lambda: target.forwards + 0.02 * target.computed
+    return engine
+
+
+def test_a_row_without_a_match_does_not_stop_its_neighbour() -> None:
+    def rule(text: list[int]) -> int:
+        return (text[-1] + 1) % 7 if text[0] == 1 else (7 * len(text) ** 2 + len(text)) % 293
+
+    controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.01})), lambda: "")
+    engine = clocked(controller, Ruled(300, rule, rows=2), {"lookup": Lookup()}, 2)
+    asked = [request([first, 2, 3], f"b{first}", max_tokens=200) for first in (1, 200)]
+    seqs = [engine.submit(replace(r, limits=Limits(most=3))) for r in asked]
+    while seqs[0].finish_reason is None:
+        engine.step()
+    found = late(seqs[0].records)
+    assert mean(found) > 2 and sum(n > 0 for n in found) > 0.9 * len(found)
+    assert sum(r.drafted[1] for r in seqs[0].records) < 20, "the other row had matches"
+
+
+def test_what_a_request_asks_of_its_drafts_is_kept() -> None:
+    target = Ruled(300, lambda text: (text[-1] + 1) % 7, rows=1)
+    controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.01})), lambda: "")
+    engine = clocked(controller, target, {"lookup": Lookup()}, 1)
+
+    def records(name: str, **wish: object) -> list[StepRecord]:
+        seq = engine.submit(replace(request([1, 2, 3], name, max_tokens=80), **wish))
+        while seq.finish_reason is None:
+            engine.step()
+        return seq.records
+
+    assert max(r.drafted[0] for r in records("free")) > 3
+    assert max(r.drafted[0] for r in records("most", limits=Limits(most=3))) == 3
+    assert {r.drafted[0] for r in records("least", limits=Limits(most=3, least=3))} <= {0, 3}
+    off = records("off", drafters=frozenset())
+    assert not any(r.levels for r in off) and {r.reason for r in off} <= {"off:request", "probe:plain"}
+    assert max(r.drafted[0] for r in records("free again")) > 3, "the sleep of one request is not the next one's"
+
+
+@pytest.mark.parametrize("cautious", [True, False])
+def test_a_cautious_controller_leaves_what_was_never_measured_to_a_sweep(cautious: bool) -> None:
+    of = trace(8, costs(linear(0.05), {"model": linear(0.3, 0.0)}), {"model": lambda t, d: 0.9})
+    unmeasured = {**of.costs, "draft": {}}
+    for known, tried in ((unmeasured, not cautious), (of.costs, True)):
+        tables = Tables({"model": 1}, Costs({"model": 0.3}), state={"costs": known, "drafts": 1000})
+        records = flat(drive(of, Adaptive(tables, lambda: "replay", cautious=cautious)))
+        assert any(r.levels for r in records) == tried
+
+
+@pytest.mark.parametrize(("objective", "least", "most"), [(0.0, 5, 32), (1.0, 0, 2)])
+def test_joules_count_as_much_as_the_objective_says(objective: float, least: int, most: int) -> None:
+    """A made-up table in which nodes cost no time and many joules."""
+    of, energy = lookups(linear(0.01), 0.7), Costs({})
+    energy.take(costs(linear(0.4), FREE))
+    tables = Tables({"lookup": 1}, Costs({}), objective=objective, energy=energy, state={"costs": of.costs, "drafts": 1000})
+    assert least <= mean(late(flat(drive(of, Adaptive(tables, lambda: "replay"))))) <= most
+
+
+def test_every_record_says_why() -> None:
+    """From a closed set, whatever the world is like; and what it says is so."""
+    seen = set()
+    for seed, (slope, level) in enumerate([(0.01, 0.1), (0.3, 0.3), (0.8, 0.05)]):
+        priced = costs(linear(slope), {"lookup": linear(0.0, 0.05), "model": linear(level, 0.0)})
+        of = trace(seed, priced, {"lookup": lambda t, d: 0.6 * (t % 3 > 0), "model": lambda t, d: 0.7 if t < 200 else 0.1}, texts=2)
+        for r in ours(of, believed={}, drafts=0):
+            seen.add(r.reason)
+            assert r.reason.startswith(("depth:", "probe:w", "probe:d")) == (r.drafted[0] > 0), r
+            assert r.reason not in ("off:resting", "probe:plain") or not r.levels
+            assert r.reason != "depth:all" or r.trimmed == (0,)
+            assert r.reason != "depth:trimmed" or r.trimmed > (0,)
+    assert {"off:resting", "off:unpaid", "depth:all", "depth:trimmed", "probe:plain", "probe:whole"} <= seen <= REASONS
+
+
+def test_wrong_tokens_are_wrong() -> None:
+    """The simulator itself: what is drafted there and wrong is never in a text."""
+    of = lookups(linear(0.1), 0.5)
+    assert all(WRONG not in t.tokens for t in of.texts) and AT in of.costs["verify"]

@@ -1,0 +1,229 @@
+"""Law: a replay is what a live run would have been, the oracles are what they say, and figures are what they are by hand."""
+
+import json
+import random
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from contracts import run
+from tiny import tiny_tokenizer
+from written import AT, WRONG, costs, linear, trace
+
+from outrider.bench import championship
+from outrider.bench.championship import Score, auc, contest, ece
+from outrider.bench.oracle import accepted, hindsight, informed, prices
+from outrider.bench.policies import Bandit, chain, policy
+from outrider.bench.prompts import Prompt
+from outrider.bench.replay import Text, Trace, record, replay, tier_of
+from outrider.control.fixed import fixed
+from outrider.control.predict import LADDER
+from outrider.core.errors import OutriderError
+from outrider.core.types import Plan, Sequence
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import ModelDrafter
+from outrider.measure.cost import CALM, Costs, situation
+from outrider.models.toy import ToyModel
+from outrider.runtime.door import Runtime
+from outrider.runtime.engine import Engine
+
+PROMPTS = [Prompt("a", "x", "the fox and the fox and the fox", None, 0.0), Prompt("b", "y", "she sells she sells", None, 0.8)]
+PLANS = [(), (("lookup", 4, 1),), (("model", 1, 1),), (("model", 5, 1),), (("lookup", 3, 1), ("model", 4, 1))]
+
+
+def toys() -> Runtime:
+    """A target with a drafter that is right now and then."""
+    target = ToyModel(300, 3, order=1, scale=6.0, rows=1)
+    draft = ModelDrafter(ToyModel(300, 3, order=1, scale=6.0, blend=(4, 0.25), rows=1, name="draft"))
+    return Runtime(Engine(target, {"lookup": Lookup(), "model": draft}, fixed(Plan()), 1), tiny_tokenizer(), {})
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Trace:
+    known = Costs({"lookup": 0.01, "model": 0.2})
+    for sampled in (False, True):
+        known.verified(situation("", 1, 10, sampled), 0, 1.0)
+        for name in ("lookup", "model"):
+            known.drafted(name, situation("", 1, 10, sampled), 1, 0.1, 0)
+    return record(toys(), PROMPTS, 60, known, progress=lambda line: None)
+
+
+def live(plan: Plan) -> list[Sequence]:
+    rt = toys()
+    rt.engine.controller = fixed(plan)
+    asked = [rt.request(p.encode(rt.tokenizer), max_tokens=60, temperature=p.temperature, seed=1, rule="coupled") for p in PROMPTS]
+    return [run(rt.engine, [r])[0] for r in asked]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_replay_goes_as_the_live_run(recorded: Trace, plan: tuple) -> None:
+    """The same text in the same steps, of which the same was drafted and accepted: greedy and seeded."""
+    for seq, again in zip(live(Plan(plan)), replay(recorded, fixed(Plan(plan))), strict=True):
+        assert again.text.tokens == seq.generated
+        assert [(r.drafted, r.accepted, r.emitted) for r in again.records] == [(r.drafted, r.accepted, r.emitted) for r in seq.records]
+        assert (again.steps, again.accepted) == (len(seq.records), sum(r.accepted[0] for r in seq.records))
+        assert not plan or 0 < again.accepted < again.drafted
+
+
+def test_recording_leaves_the_controller_as_it_was() -> None:
+    rt, known = toys(), Costs({})
+    known.verified(situation("", 1, 10, False), 0, 1.0)
+    before = rt.engine.controller
+    record(rt, PROMPTS[:1], 5, known, progress=lambda line: None)
+    assert rt.engine.controller is before
+
+
+def test_the_clock_of_a_replay() -> None:
+    """By hand: a plain step takes 2 seconds, 1.5 after CALM others; two nodes 2.4; a drafter's two levels 0.6; reading 8
+    tokens is no waiting, and the last step has no room for a second guess."""
+    priced = costs(linear(0.2, 2.0), {"model": linear(0.3, 0.0)})
+    priced["steady"] = {AT: [1, 1.5]}
+    of = trace(1, priced, {"model": lambda t, d: 1.0}, length=12)
+    (plain,) = replay(of, policy("plain", ["model"], {}, ""))
+    assert plain.seconds == pytest.approx(CALM * 2.0 + (12 - CALM) * 1.5) and plain.steps == 12
+    (two,) = replay(of, policy("model:2", ["model"], {}, ""))
+    assert two.steps == 4 and two.seconds == pytest.approx(4 * (2.4 + 0.6)) and (two.drafted, two.accepted) == (8, 8)
+
+
+def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "deep" / "a.jsonl")
+    again = Trace.load(tmp_path / "deep" / "a.jsonl")
+    assert json.dumps(asdict(again)) == json.dumps(asdict(recorded))
+    a, b = (replay(t, policy("adaptive", t.drafters, t.costs, tier_of(t))) for t in (recorded, again))
+    assert [(x.seconds, x.steps) for x in a] == [(x.seconds, x.steps) for x in b]
+
+
+@pytest.mark.parametrize("damage", ["cut", "version", "empty", "bytes", "list", "field", "absent"])
+def test_a_damaged_trace_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "a.jsonl"
+    recorded.save(file)
+    whole = file.read_text()
+    file.write_bytes({
+        "cut": whole[: len(whole) * 2 // 3].encode(), "version": whole.replace('"version": 1', '"version": 99', 1).encode(), "empty": b"",
+        "bytes": b"\xff\xfe\x00", "list": b"[]\n", "field": whole.replace('"category"', '"kind"', 1).encode(), "absent": b"",
+    }[damage])  # fmt: skip
+    if damage == "absent":
+        file.unlink()
+    with pytest.raises(OutriderError, match="a.jsonl"):
+        Trace.load(file)
+
+
+def test_a_trace_without_costs_is_refused(recorded: Trace) -> None:
+    with pytest.raises(OutriderError, match="no costs"):
+        tier_of(Trace(recorded.drafters, {"plains": {}}, recorded.texts))
+
+
+# --- oracles ---
+
+
+def small(seed: int, length: int = 12, depth: int = 4) -> Trace:
+    rng = random.Random(seed)
+    priced = costs(linear(rng.uniform(0, 0.5)), {"lookup": linear(0.0, 0.05), "model": linear(rng.uniform(0.05, 0.4), 0.0)}, catch_up=0.02)
+    priced["steady"] = {AT: [1, rng.uniform(0.7, 1.0)]}
+    chances = {"lookup": lambda t, d: rng.choice([0, 0.5, 0.9]), "model": lambda t, d: rng.choice([0.4, 0.8])}
+    return trace(seed, priced, chances, length=length, depth=depth)
+
+
+def brute(of: Trace, text: Text) -> float:
+    """The cheapest way through a text, by trying every plan at every position, wrong guesses too; a first use costs reading."""
+    price, total = prices(of, text), len(text.tokens)
+
+    @cache
+    def best(t: int, calm: int, met: frozenset[str]) -> float:
+        if t >= total:
+            return 0.0
+        ways = [(price.steady if calm >= CALM else price.verify[0]) + best(t + 1, min(calm + 1, CALM), met)]
+        for name in of.drafters:
+            said, reading = text.guesses[name][t][0], 0.0 if name in met else price.first[name]
+            for depth in range(1, min(len(said), total - t - 1) + 1):
+                right = next((i for i in range(depth) if said[i] != text.tokens[t + i]), depth)
+                ways.append(price.verify[depth] + price.draft[name][depth] + reading + best(t + 1 + right, 0, met | {name}))
+        return min(ways)
+
+    return best(0, CALM, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_hindsight_is_the_best_of_all_ways(seed: int) -> None:
+    of = small(seed)
+    if seed % 2:  # a prompt that is long to read
+        of.texts[0] = Text("p", "c", False, 90, of.texts[0].tokens, of.texts[0].guesses)
+    assert hindsight(of, of.texts[0]) == pytest.approx(brute(of, of.texts[0]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nobody_beats_hindsight(seed: int) -> None:
+    of = small(seed, length=120, depth=16)
+    text, best = of.texts[0], hindsight(of, of.texts[0])
+    names = ["plain", "ucb1", "adaptive", "adaptive:tage", "lookup:2", "model:4", "model:16", "dynamic:model", "average:lookup"]
+    for name in names:
+        assert replay(of, policy(name, of.drafters, of.costs, "replay"))[0].seconds >= best - 1e-9, name
+    assert best <= informed(of, text) + 1e-9
+    assert informed(of, text) <= 1.02 * replay(of, policy("plain", of.drafters, of.costs, "replay"))[0].seconds
+
+
+def test_accepted_by_hand() -> None:
+    text = Text("p", "c", False, 1, [1, 2, 3], {"a": [([1, 2, 9], [0.5] * 3), ([WRONG], [0.5]), ([3, 4], [0.5] * 2)]})
+    assert [accepted(text, "a", t) for t in range(3)] == [2, 0, 1]
+
+
+# --- policies and figures ---
+
+
+@pytest.mark.parametrize("name", ["plain", "ucb1", "adaptive", "adaptive:gshare", "lookup:3", "dynamic:model", "average:model"])
+def test_every_policy_replays(recorded: Trace, name: str) -> None:
+    for one in replay(recorded, policy(name, recorded.drafters, recorded.costs, "")):
+        assert one.seconds > 0 and sum(r.emitted[0] for r in one.records) == len(one.text.tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("adaptiv", "adaptive"), ("lookup:four", "lookup:4"), ("average:modle", "average:model"), ("ucb", "ucb1")]
+)
+def test_an_unknown_policy_names_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(OutriderError, match=meant):
+        policy(name, ["lookup", "model"], {}, "")
+
+
+def test_others_policies_do_what_their_rules_say() -> None:
+    priced = costs(linear(0.01), {"model": linear(0.01, 0.0)})
+    unsure = trace(1, priced, {"model": lambda t, d: 0.9 if d < 3 else 0.3}, length=60)
+    assert max(r.drafted[0] for r in replay(unsure, policy("dynamic:model", ["model"], {}, ""))[0].records) == 3
+    sure = trace(1, priced, {"model": lambda t, d: 1.0}, length=300)
+    depths = [r.drafted[0] for r in replay(sure, policy("average:model", ["model"], {}, ""))[0].records]
+    assert depths[0] == 4 and max(depths) > 9, "as deep as of late, and one more"
+    bandit = Bandit([Plan(), chain("model", 8)])
+    replay(trace(1, priced, {"model": lambda t, d: 0.95}, length=900), bandit)
+    assert bandit.pulls[1] > 3 * bandit.pulls[0]
+
+
+def test_auc_and_calibration_by_hand() -> None:
+    assert auc([0.1, 0.4, 0.35, 0.8], [False, False, True, True]) == 0.75
+    assert auc([0.5, 0.5, 0.9], [True, False, True]) == 0.75
+    assert auc([0.3, 0.4], [True, True]) == 0.5
+    assert ece([0.15, 0.15, 0.85, 0.85], [False, True, True, True]) == pytest.approx((0.7 + 0.3) / 4)
+    assert ece([1.0, 0.0], [True, False]) == 0.0
+    figures = Score([0.8, 0.4], [True, True], [0.8, 0.32], [True, True], tokens=10, rejected=1, stopped=2, wasted=0.004).figures()
+    assert figures["brier"] == pytest.approx((0.04 + 0.36) / 2)
+    assert (figures["misspeculations"], figures["rejected"], figures["stopped"]) == (300, 100, 200)
+    assert figures["wasted_ms"] == pytest.approx(400) and figures["product_ece"] == pytest.approx((0.2 + 0.68) / 2)
+
+
+def test_misspeculations_by_hand() -> None:
+    """A node costs 0.5: a guess of .6 is verified, one below it (.36) is not. Five tokens: two right (stopped after one),
+    then a miss (verified), then one right with nothing after it."""
+    tokens = [1, 2, 3, 4, 5]
+    said = {0: [1, 2, WRONG], 3: [WRONG], 4: [5]}
+    guesses = [(said.get(t, []), [0.6] * len(said.get(t, []))) for t in range(5)]
+    of = Trace(["a"], costs(linear(0.5), {"a": linear(0.0, 0.01)}), [Text("p", "c", False, 1, tokens, {"a": guesses})])
+    score = championship._pass(of, championship.predictor("static"), None)
+    assert (score.tokens, score.rejected, score.stopped) == (5, 1, 1)
+    assert score.came == [True, True, False, False, True] and score.wasted == pytest.approx(0.5)
+
+
+def test_a_contest_has_all_and_the_warm_are_better() -> None:
+    of = trace(1, costs(linear(0.1), {"a": linear(0.0, 0.01)}), {"a": lambda t, d: 0.9 if t // 3 % 2 else 0.2}, texts=3, length=200)
+    found = contest(of, 100)
+    assert list(found) == list(LADDER) and found["static"]["cold"]["auc"] > 0.7
+    assert found["logistic"]["warm"]["brier"] < found["logistic"]["cold"]["brier"] + 0.02
+    assert len(championship.markdown(found).splitlines()) == 2 + 2 * len(LADDER)
