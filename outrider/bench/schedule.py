@@ -96,9 +96,7 @@ def schedule(
     contenders |= {ADAPTIVE: Writer(fast), OFF: Writer(fast, speculation="off"), AGAIN: Writer(plain)}
     for writer in contenders.values():
         writer(prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0), 32)
-    for prompt in [
-        p for category in prompts.CATEGORIES for p in prompts.load(category)[count : count + 1] if p.category in {a.category for a in asked}
-    ]:
+    for prompt in [p for p in _asked(fast, count + 1) if p not in asked]:
         contenders[ADAPTIVE](prompt, max_tokens)  # what a first user of the pair would have left in the profile
     times, why, think = _interleaved(contenders, asked, max_tokens, rounds, progress)
     rows = [{"prompt": p.id, "category": p.category, **{name: times[name][p.id] for name in contenders}} for p in asked]
