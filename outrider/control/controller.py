@@ -18,6 +18,7 @@ from outrider.measure.trace import verdicts
 
 MARGIN, RISK = 0.03, 0.10  # what a plan must promise more than plain decoding; and to start a drafter that costs something
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
+DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that does not seem to pay, at first and at last; its levels
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
@@ -382,8 +383,9 @@ class Adaptive:
             for name in record.levels:
                 row.read[name] = record.context[r] + record.emitted[r]
                 vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
-                if vain >= PATIENCE:
-                    row.rest[name] = min(vain // PATIENCE, REST)
+                if vain >= PATIENCE:  # the dearer to ask, the longer
+                    dear = 1 + int(step.page.drafting[name][1] / DEAR) if step else 1
+                    row.rest[name] = min(vain // PATIENCE * dear, REST)
 
     def _tried(self, name: str, cost: float, record: StepRecord) -> None:
         """A try in which all was right has cost nothing, and the next one is soon."""
