@@ -4,6 +4,7 @@ and chances for the present situation comes out.
 Records are taken in a handful at a time: the work is the same, and code that has just run runs several times faster.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ class Tables:
         self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))
         self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before
         self.hedge = Hedge(state.get("hedge"))
+        self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
         self.drafts, self.count = int(state.get("drafts", 0)), 0
 
     def state(self) -> dict[str, Any]:
@@ -169,7 +171,10 @@ class Tables:
             if at in self.costs.verify:
                 self.costs.drafted(name, at, min(levels, DEEPEST), took, lesson.behind.get(name, 0))
         nodes = min(max(record.drafted), DEEPEST)
-        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting, lesson.calm)
+        choosing = record.seconds.get("choose", 0.0)
+        self.quickest = min(choosing, 1.001 * self.quickest)
+        thinking = choosing - self.quickest
+        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting, lesson.calm, thinking)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""

@@ -198,14 +198,15 @@ class Costs:
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
         self.lately[at] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1), PACE)]
 
-    def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
-        """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
+    def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False, thinking: float = 0.0) -> None:
+        """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones;
+        `thinking`: what of it a controller took, which plain decoding has not."""
         curve = self.verifying(at)
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
         expected = self.plainly(at) if calm else curve.line[nodes]
         if nodes == 0:
-            self._owe(at, seconds * min(self.plainly(at) / expected, 1.0))  # one between wider steps may cost more
+            self._owe(at, (seconds - thinking) * min(self.plainly(at) / expected, 1.0))  # one between wider steps may cost more
         self._keep_pace(seconds / expected)
         now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
         if calm:
