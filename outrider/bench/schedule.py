@@ -276,3 +276,31 @@ def guarantee_markdown(result: dict[str, Any]) -> str:
 
 def save(result: dict[str, Any], folder: Path, name: str, text: str) -> None:
     save_as(folder, name, json.dumps(result, indent=1), text)
+    if "replayed" in result:
+        (folder / f"{name}.svg").write_text(chart(result["replayed"]), "utf-8")
+
+
+SHOWN = ("lookup:4", "lookup:8", "model:4", ADAPTIVE, "informed", "hindsight")
+COLOURS = ("#9ecae1", "#6baed6", "#bcbddc", "#e6550d", "#74c476", "#d9d9d9")
+
+
+def chart(table: dict[str, dict[str, float]]) -> str:
+    """Bars by category, times as fast as plain, as an SVG picture."""
+    names = [name for name in SHOWN if name in table]
+    groups = [c for c in next(iter(table.values())) if c not in ("worst", "regret_ms_per_1000")]
+    top, bar, height = max(table[n][g] for n in names for g in groups), 14, 240
+    wide = len(groups) * (len(names) + 1) * bar + 60
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{height + 70}" font-family="sans-serif" font-size="11">']
+    for level in range(int(top) + 1):
+        y = height - height * level / top
+        parts.append(f'<line x1="40" x2="{wide}" y1="{y:.0f}" y2="{y:.0f}" stroke="#ddd"/><text x="8" y="{y + 4:.0f}">{level}x</text>')
+    for g, group in enumerate(groups):
+        left = 50 + g * (len(names) + 1) * bar
+        parts.append(f'<text x="{left}" y="{height + 16}">{group}</text>')
+        for n, name in enumerate(names):
+            tall = height * table[name][group] / top
+            parts.append(f'<rect x="{left + n * bar}" y="{height - tall:.0f}" width="{bar - 2}" height="{tall:.0f}" fill="{COLOURS[n]}"/>')
+    for n, name in enumerate(names):
+        parts.append(f'<rect x="{50 + n * 110}" y="{height + 36}" width="10" height="10" fill="{COLOURS[n]}"/>')
+        parts.append(f'<text x="{64 + n * 110}" y="{height + 45}">{name}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
