@@ -22,11 +22,13 @@ test-slow: $(VENV)/ready
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
 
-# Rewrites docs/results/speed.*, strict.* and start.* on this machine (about ten minutes; tables of docs/performance.md).
+# Rewrites docs/results on this machine (about twenty minutes; tables of docs/performance.md and docs/scheduling.md).
 bench: $(VENV)/ready
 	$(BIN)/outrider bench speed
 	$(BIN)/outrider bench strict
 	$(BIN)/outrider bench start
+	$(BIN)/outrider bench schedule --rounds 2
+	$(BIN)/outrider bench guarantee
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests
