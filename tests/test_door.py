@@ -107,7 +107,7 @@ def test_speculation_off_drafts_nothing_and_a_list_names_the_drafters(rt):
 
 def test_every_drafter_that_was_named_is_used(folders):
     for spec in ([f"model:{folders['twin']}"], ["lookup"]):
-        out = outrider.load(folders["target"], spec).generate("sea shells sea shells sea", **HOW, repetition_penalty=0.5)
+        out = outrider.load(folders["target"], spec, depth=4).generate("sea shells sea shells sea", **HOW, repetition_penalty=0.5)
         assert out.stats["drafted"] > 0, spec
 
 
