@@ -15,7 +15,8 @@ from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, lin
 
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
-from outrider.control.controller import EXPLORE, GIFT, PATIENCE, PROBE, REST, Adaptive
+from outrider.control.controller import EXPLORE, GIFT, PROBE, Adaptive
+from outrider.control.rows import PATIENCE, REST
 from outrider.control.tables import Tables
 from outrider.core.types import Limits, StepRecord
 from outrider.drafters.lookup import Lookup

@@ -239,3 +239,25 @@ def test_a_profile_that_cannot_be_written_costs_a_warning_and_no_text(folders, t
     with caplog.at_level(logging.WARNING, "outrider"):
         text = runtime.generate(TEXT, **HOW).tokens
     assert "was not written" in caplog.text and text == runtime.generate(TEXT, speculation="off", **HOW).tokens
+
+
+@pytest.mark.parametrize(
+    "nonsense", [{"costs": {"verify": {"no situation": 1}}}, {"predictors": {"logistic": 3}}, {"hedge": {"weights": {"a": 1}}}], ids=str
+)
+def test_a_whole_profile_with_nonsense_in_it_is_set_aside(folders, tmp_path, nonsense):
+    file = tmp_path / "pair.json"
+    pair(folders, profile=str(file)).keeper.save()
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, "data": {**whole["data"], **nonsense}}))
+    runtime = pair(folders, profile=str(file))
+    assert not file.exists() and len(list(tmp_path.glob("pair.json.damaged-*"))) == 1
+    assert runtime.generate(TEXT, **HOW).tokens == pair(folders).generate(TEXT, **HOW).tokens
+
+
+def test_a_sweep_that_fails_at_rest_loses_no_text(folders, monkeypatch, caplog):
+    runtime, want = pair(folders), pair(folders).generate(TEXT, **HOW).tokens
+    monkeypatch.setattr(profiler, "PATIENCE", 1.0)
+    monkeypatch.setattr(profiler, "_sweep", lambda *how: 1 / 0)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        assert runtime.generate(TEXT, **HOW).tokens == want
+    assert "costs were not measured" in caplog.text and at_rest(runtime.engine)

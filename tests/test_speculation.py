@@ -185,3 +185,22 @@ def test_a_guess_below_the_floor_ends_a_draft(folders, floor):
     assert all(d.score[p] >= floor for d in drafts for p in d.parent if p >= 0)
     assert max(max(d.depth) for d in drafts) > 1 if floor < 1 else max(max(d.depth) for d in drafts) == 1
     assert seq.generated == runtime.generate(TEXTS[0], **HOW, speculation="off").tokens
+
+
+@pytest.mark.parametrize("drafters", [("lookup",), ("model",), ("lookup", "model")], ids="+".join)
+def test_least_and_floor_act_under_a_fixed_plan_too(folders, drafters):
+    """What a request says of its drafts holds whoever makes the plan; guesses below the floor are not verified."""
+    runtime = pair(folders, drafters, depth=5)
+    ask = {**HOW, "speculation": list(drafters)}
+    want = runtime.generate(TEXTS[0], **HOW, speculation="off").tokens
+    free = spans(runtime.generate(TEXTS[0], **ask))
+    assert any(0 < n < 5 for n in free) or any(n >= 5 for n in free)
+    few = runtime.generate(TEXTS[0], **ask, least=4)
+    assert few.tokens == want and all(n == 0 or n >= 4 for n in spans(few))
+    none = runtime.generate(TEXTS[0], **ask, least=60)
+    assert none.tokens == want and not any(spans(none)) and none.stats["reasons"]["off:least"] > 0
+    runtime.engine.ring.clear()
+    sure = runtime.generate(TEXTS[0], **ask, floor=0.7)
+    assert sure.tokens == want and sum(spans(sure)) < sum(free)
+    for record in runtime.engine.ring:
+        assert all(record.draft.score[n] >= 0.7 for n in record.kept)

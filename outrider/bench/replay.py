@@ -160,7 +160,7 @@ class _Target:
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
     def view(self, layers: tuple[int, ...]) -> "_Target":
-        raise NotImplementedError
+        raise OutriderError(f"layers {layers} are no view of a trace", "what was written down has no layers", "a live model")
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
         """What comes next is what came next; below a wrong guess, something that is no token."""

@@ -11,43 +11,21 @@ from dataclasses import dataclass, field
 
 from outrider.control.guard import Ledger
 from outrider.control.predict import LEVELS
+from outrider.control.rows import PATIENCE, WHOLE, Row, awake, remember
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
-from outrider.measure.trace import verdicts
 
 MARGIN, RISK = 0.03, 0.10  # what a plan must promise more than plain decoding; and to start a drafter that costs something
-PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
-DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that does not seem to pay, at first and at last; its levels
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
-WARM, WHOLE = 32, 8  # the first drafts of a new pair are verified whole, to this depth
+WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHOLE
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 BATCH = 8  # steps that are learned from together
 OFF = Plan()
-LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
-
-
-@dataclass(slots=True)
-class Row:
-    """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
-    vain, and the length of the text when it last read it; how deep drafts are worth looking at
-    (`reach`); by drafter, tokens promised of late and those that came (`kept`)."""
-
-    history: int = 0
-    rest: dict[str, int] = field(default_factory=dict)
-    vain: dict[str, int] = field(default_factory=dict)
-    read: dict[str, int] = field(default_factory=dict)
-    reach: int = WHOLE
-    kept: dict[str, list[float]] = field(default_factory=dict)
-
-    def luck(self, name: str) -> float:
-        """What a drafter kept of its promises to this request."""
-        promised, came = self.kept.get(name, (0.0, 0.0))
-        return (came + LENIENT) / (promised + LENIENT)
 
 
 @dataclass(slots=True)
@@ -64,6 +42,7 @@ class Step:
     survival: list[float] = field(default_factory=list)
     best: tuple[int, int, float] = (0, 0, 1.0)
     promised: dict[str, float] = field(default_factory=dict)
+    refused: bool = False  # did the guard keep a drafter from starting?
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
 
@@ -99,7 +78,7 @@ class Adaptive:
                 return OFF, self.why
             self.asleep = 0  # another batch: nobody said that it should sleep
         rows = [self._row(s) for s in seqs]
-        names = [name for name in self.tables.bits if _awake(seqs, rows, name)]
+        names = [name for name in self.tables.bits if awake(seqs, rows, name)]
         if not names:
             return OFF, self._sleep(seqs, rows)
         page = self._page(self._situation(seqs))
@@ -171,7 +150,8 @@ class Adaptive:
         step = self.step
         assert step is not None
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
-        return wait == 0 or step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] <= step.room or self._later(name)
+        step.refused = wait > 0 and step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] > step.room
+        return not step.refused or self._later(name)
 
     def _pays(self, seqs: list[Sequence], name: str, draft: Draft) -> bool:
         """Is a drafter that costs something worth starting, beside what is drafted? Now and then it is tried anyway."""
@@ -191,6 +171,7 @@ class Adaptive:
         most = max([promise.levels for promise in alone])
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
         if step.spent + wait + page.drafting[name][most] + page.seconds[most] + RESERVE > step.room:
+            step.refused = True
             return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
         best *= self._tilt(name, draft)
@@ -236,7 +217,6 @@ class Adaptive:
         step = self.step
         assert step is not None
         page, level, rows = step.page, step.levels[name], len(seqs)
-        frontier = [n for n in frontier if draft.score[n] >= seqs[draft.row[n]].request.limits.floor]
         if not frontier or (step.trial and level >= PROBED):
             return []
         survival = self._survivals(draft)
@@ -295,7 +275,7 @@ class Adaptive:
         if step is None:
             return None, reason
         if not draft.token:
-            return None, reason if all(step.levels.values()) else "off:unpaid"
+            return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
         if any(kind != POINT for kind in draft.kind):
             return None, "depth:drawn"
         most, why = self._most(draft)
@@ -308,9 +288,6 @@ class Adaptive:
                     left[draft.row[n]] -= 1
                     kept.append(n)
             kept.sort()
-        few = {r for r, s in enumerate(seqs) if s.request.limits.least > sum([draft.row[n] == r for n in kept])}
-        if few:
-            kept, why = [n for n in kept if draft.row[n] not in few], why if len(few) < draft.rows else "off:least"
         return kept, why
 
     def _most(self, draft: Draft) -> tuple[int, str]:
@@ -370,22 +347,8 @@ class Adaptive:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
             self._tried(*step.trial, record)
-        for n, verdict in verdicts(record) if record.kept else ():
-            row = rows[record.draft.row[n]]  # type: ignore[union-attr]
-            row.history = (row.history << 1 | verdict) & 0xFFFF
-        for r, row in enumerate(rows):
-            kept = record.drafted[r]
-            row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE
-            for name, promised in step.promised.items() if step else ():
-                came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(rows)
-                before = row.kept.get(name, [0.0, 0.0])
-                row.kept[name] = [FADE * before[0] + promised, FADE * before[1] + came]
-            for name in record.levels:
-                row.read[name] = record.context[r] + record.emitted[r]
-                vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
-                if vain >= PATIENCE:  # the dearer to ask, the longer
-                    dear = 1 + int(step.page.drafting[name][1] / DEAR) if step else 1
-                    row.rest[name] = min(vain // PATIENCE * dear, REST)
+        prices = {name: line[1] for name, line in step.page.drafting.items()} if step else {}
+        remember(rows, record, step.promised if step else {}, prices)
 
     def _tried(self, name: str, cost: float, record: StepRecord) -> None:
         """A try in which all was right has cost nothing, and the next one is soon."""
@@ -405,18 +368,6 @@ class Adaptive:
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
-
-
-def _awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
-    """Does any row let this drafter guess now? Those that rest come a step nearer to waking."""
-    awake = False
-    for seq, row in zip(seqs, rows, strict=True):
-        if seq.request.drafters is None or name in seq.request.drafters:
-            if left := row.rest.get(name, 0):
-                row.rest[name] = left - 1
-            else:
-                awake = True
-    return awake
 
 
 def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:

@@ -55,7 +55,9 @@ Cut = Callable[[list[int], list[int]], int | None]
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a request asks of its own speculation. `most`: drafted tokens a step (None: no cap of its own); `least`: fewer
-    are not verified at all; `floor`: a guess that its drafter gives a smaller probability ends the draft."""
+    are not verified at all; `floor`: a guess that its drafter gives a smaller probability ends the draft. Where guesses
+    are drawn (rule `exact` with a draft model) nothing drawn may be left out: there `least` does not act, and `floor` ends
+    the draft after that guess."""
 
     most: int | None = None
     least: int = 0

@@ -93,15 +93,20 @@ def _read(file: Path) -> Json | None:
         pass
     except OSError as unreadable:
         raise OutriderError(f"{file} cannot be read", str(unreadable), "another file, or profile='off'") from unreadable
+    set_aside(file)
+    return None
+
+
+def set_aside(file: Path) -> None:
+    """Keep what cannot be read under another name, and say so."""
     aside = file.with_name(f"{file.name}.damaged-{time.time_ns():x}")
     try:
         file.rename(aside)
     except FileNotFoundError:
-        return None  # another process was quicker
+        return  # another process was quicker
     except OSError as unable:
         raise OutriderError(f"{file} is damaged and cannot be set aside", str(unable), "another file, or profile='off'") from unable
     log.warning("%s is no whole profile: it was set aside as %s and is made anew", file, aside.name)
-    return None
 
 
 def save(file: Path, mark: dict[str, str], data: Json, base: Json) -> Json:

@@ -13,6 +13,7 @@ import torch
 
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
+from outrider.control.predict import LADDER
 from outrider.control.tables import Tables
 from outrider.core.config import LoadSettings, load_settings, nearest
 from outrider.core.errors import OutriderError
@@ -53,6 +54,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     if s.threads:
         torch.set_num_threads(s.threads)
     _refuse_unknown(specs)
+    if s.predictor not in LADDER:
+        raise nearest(s.predictor, LADDER, "predictor")
     s = replace(s, dtype=_dtype(target, s))
     how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk, "compile": s.compile}
     _refuse_too_large(target, specs, s)
@@ -94,8 +97,14 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     )  # fmt: skip
     file = None if s.profile == "off" else profiles.place(mark) if s.profile == "auto" else Path(s.profile)
     known = (profiles.load(file, mark) if file else None) or {}
-    objective = {"latency": 0.0, "energy": 1.0}.get(str(s.objective), s.objective)
-    return Keeper(Tables(cheapest, Costs(assumed), s.predictor, objective=float(objective), state=copy.deepcopy(known)), mark, file, known)
+    objective = float({"latency": 0.0, "energy": 1.0}.get(str(s.objective), s.objective))
+    try:
+        tables = Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known))
+    except (KeyError, ValueError, TypeError, AttributeError):  # a whole file, and nonsense in it
+        assert file is not None
+        profiles.set_aside(file)
+        known, tables = {}, Tables(cheapest, Costs(assumed), s.predictor, objective=objective)
+    return Keeper(tables, mark, file, known)
 
 
 def _assumed(part: Drafter, target_bytes: int) -> float:

@@ -137,7 +137,7 @@ class Engine:
         for name, most, width in plan.drafters:
             bit, across = self.bits[name], min(width, max(caps))
             frontier, level = [~r for r, s in enumerate(seqs) if _allowed(s, name)], 0
-            while level < most and frontier:
+            while level < most and (frontier := [p for p in frontier if p < 0 or draft.score[p] >= seqs[draft.row[p]].request.limits.floor]):
                 frontier = _fitting(draft, self.controller.more(seqs, name, draft, frontier), across, level, room, caps)
                 if not frontier:
                     break
@@ -164,6 +164,7 @@ class Engine:
         budgets = _budgets(seqs, plan)
         if len(keep) > min(budgets):
             keep = [keep[n] for n in tree.heaviest(tree.select(draft, keep), budgets)]
+        keep, reason = _asked_for(seqs, draft, keep, reason)
         return (draft, everything, reason) if len(keep) == len(draft) else (tree.select(draft, keep), keep, reason)
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
@@ -251,6 +252,19 @@ def _budgets(seqs: list[Sequence], plan: Plan) -> list[int]:
     """Nodes of each row that may be verified: by the plan, and by what its request asked for."""
     budget = plan.budget or MAX_NODES
     return [min(budget, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs]
+
+
+def _asked_for(seqs: list[Sequence], draft: Draft, keep: list[int], reason: str) -> tuple[list[int], str]:
+    """What of the nodes to be verified its requests want: none that its drafter thinks less likely than `floor`, nor what
+    is below one; and none of a row that has fewer than `least`."""
+    if not keep or all(s.request.limits.floor == 0 and s.request.limits.least == 0 for s in seqs):
+        return keep, reason
+    fine: set[int] = set()
+    for n in keep:
+        if draft.score[n] >= seqs[draft.row[n]].request.limits.floor and (draft.parent[n] < 0 or draft.parent[n] in fine):
+            fine.add(n)
+    few = {r for r, s in enumerate(seqs) if s.request.limits.least > sum(draft.row[n] == r for n in fine)}
+    return [n for n in keep if n in fine and draft.row[n] not in few], reason if len(few) < len(seqs) else "off:least"
 
 
 def _caps(seqs: list[Sequence], plan: Plan, settings: Settings) -> list[int]:

@@ -199,9 +199,16 @@ class Keeper:
             self.swept.add(tier)
             at = situation(tier, 1, CONTEXT, False)
             if self.tables.costs.verify.get(at) is None or len(self.tables.costs.verify[at].seen) < len(NODES) // 2:
-                sweep(engine, self.tables, context=min(CONTEXT, engine.target.spec.context // 2))
+                self._sweep(engine)
         if time.monotonic() - self.saved > EVERY:
             self.save()
+
+    def _sweep(self, engine: Engine) -> None:
+        """A measurement that nobody asked for may fail, and the text that was just written is not lost with it."""
+        try:
+            sweep(engine, self.tables, context=min(CONTEXT, engine.target.spec.context // 2))
+        except Exception as failed:  # whatever a model raises
+            log.warning("costs were not measured (%s: %s): they are learned step by step", type(failed).__name__, failed)
 
     def save(self) -> None:
         """Write what was learned; a disk that refuses costs nothing but the profile."""
