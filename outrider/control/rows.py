@@ -1,0 +1,65 @@
+"""What the scheduler remembers of each request: how its guesses ended, who rests, how far it is worth looking, and what a drafter
+kept of its promises. Knows nothing of costs beyond what asking a drafter costs.
+"""
+
+from dataclasses import dataclass, field
+
+from outrider.core.types import Sequence, StepRecord
+from outrider.measure.cost import DEEPEST
+from outrider.measure.trace import verdicts
+
+PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
+DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
+WHOLE = 8  # nodes deep that every draft is looked at
+LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
+
+
+@dataclass(slots=True)
+class Row:
+    """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
+    vain, and the length of the text when it last read it; how deep drafts are worth looking at
+    (`reach`); by drafter, tokens promised of late and those that came (`kept`)."""
+
+    history: int = 0
+    rest: dict[str, int] = field(default_factory=dict)
+    vain: dict[str, int] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
+    reach: int = WHOLE
+    kept: dict[str, list[float]] = field(default_factory=dict)
+
+    def luck(self, name: str) -> float:
+        """What a drafter kept of its promises to this request."""
+        promised, came = self.kept.get(name, (0.0, 0.0))
+        return (came + LENIENT) / (promised + LENIENT)
+
+
+def awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
+    """Does any row let this drafter guess now? Those that rest come a step nearer to waking."""
+    awake = False
+    for seq, row in zip(seqs, rows, strict=True):
+        if seq.request.drafters is None or name in seq.request.drafters:
+            if left := row.rest.get(name, 0):
+                row.rest[name] = left - 1
+            else:
+                awake = True
+    return awake
+
+
+def remember(rows: list[Row], record: StepRecord, promised: dict[str, float], prices: dict[str, float]) -> None:
+    """Take in a step in which drafters were asked. promised: tokens, by drafters that started on a promise; prices: what asking
+    costs, in plain steps."""
+    for n, verdict in verdicts(record) if record.kept else ():
+        row = rows[record.draft.row[n]]  # type: ignore[union-attr]
+        row.history = (row.history << 1 | verdict) & 0xFFFF
+    for r, row in enumerate(rows):
+        kept = record.drafted[r]
+        row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE
+        for name, tokens in promised.items():
+            came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(rows)
+            before = row.kept.get(name, [0.0, 0.0])
+            row.kept[name] = [FADE * before[0] + tokens, FADE * before[1] + came]
+        for name in record.levels:
+            row.read[name] = record.context[r] + record.emitted[r]
+            vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
+            if vain >= PATIENCE:  # the dearer to ask, the longer
+                row.rest[name] = min(vain // PATIENCE * (1 + int(prices.get(name, 0.0) / DEAR)), REST)
