@@ -23,6 +23,7 @@ REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure 
 WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHOLE
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 BATCH = 8  # steps that are learned from together
+STALL = 1.5  # a step that verified nothing and took longer than that many of its kind was held up by the machine
 OFF = Plan()
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
@@ -362,6 +363,9 @@ class Adaptive:
             return
         spent = record.reading.seconds - record.seconds.get("prefill", 0.0)
         bad_case = step.room * page.plain * page.spread if step is not None and record.kept else None
+        if not any(record.drafted):  # had nobody guessed, this would have taken as long: beyond what such steps take, it is the machine's
+            drafting = sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
+            spent = drafting + min(spent - drafting, STALL * max(page.plain, page.owed))
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.charge(seq.request.id, page.owed, tokens, spent, bad_case)
 

@@ -1,8 +1,9 @@
 """The guarantee: never slower than plain decoding by more than a stated share.
 
 A ledger per request. Every token earns what plain decoding would have taken for it and a little more (`allowance`); every
-step spends what it took. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at
-most (1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case.
+step spends what it took; where nothing was verified, no more than such steps take, since plain decoding would have been
+held up as well. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at most
+(1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case.
 """
 
 from dataclasses import dataclass, field
