@@ -216,6 +216,7 @@ def plan(
     prompt: Annotated[str | None, typer.Option(help="Write a continuation of this first, and say why each step was what it was.")] = None,
     max_tokens: Tokens = 128, trace: Annotated[Path | None, typer.Option(help="Where that run's timeline goes (Perfetto, or steps as *.jsonl).")] = None,
     as_json: AsJson = False,
+    code: Annotated[bool, typer.Option("--code", help="Also the program, and the step that is generated for the plan that is chosen now.")] = False,
 ) -> None:  # fmt: skip
     """The candidate plans, what each is predicted and observed to cost, the choice and its reason."""
     from outrider.control.explain import text
@@ -229,7 +230,30 @@ def plan(
         if trace:
             write(list(rt.engine.ring), trace)
     found = {**rt.plan(), "reasons": reasons}
-    print(json.dumps(found) if as_json else text(found))
+    if code:
+        found |= rt.program()
+    print(json.dumps(found) if as_json else text(found) + (f"\n\n{found['program']}\n{found['code']}" if code else ""))
+
+
+@app.command()
+def opt(
+    file: Annotated[Path, typer.Argument(help="A program as text; - reads it from standard input.")],
+    passes: Annotated[str, typer.Option(help='Passes to run in a row, as in cse,specialize{plan="lookup:8" budget=4}. "all": the usual ones.')] = "",
+    print_after_all: Annotated[bool, typer.Option("--print-after-all", help="The program after each pass, with the time it took, on standard error.")] = False,
+    code: Annotated[bool, typer.Option("--code", help="The step that is generated from it, in place of the program.")] = False,
+) -> None:  # fmt: skip
+    """Read, check and rewrite a program, and print it."""
+    from outrider.compiler.opt import opt as run
+
+    text, name = (sys.stdin.read(), "<stdin>") if str(file) == "-" else (_read(file), str(file))
+    sys.stdout.write(run(text, name, passes, code=code, seen=(lambda line: print(line, file=sys.stderr)) if print_after_all else None))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as bad:
+        raise OutriderError(f"{file} cannot be read", str(bad), "the name of a text file") from bad
 
 
 @app.command()

@@ -79,7 +79,7 @@ def test_a_draft_for_a_target_that_exists(tmp_path, monkeypatch, marked):
     judge.judge(recipe, work, "cpu", print)
     assert ("tool_dialogue" in json.loads((work / "judged.json").read_text())) == marked
     assert pretrain.common(AutoModelForCausalLM.from_pretrained(work / "draft").config) == shared
-    rt = outrider.load(target, [f"model:{work / 'draft'}"])
+    rt = outrider.load(target, [f"model:{work / 'draft'}"], depth=3)
     out = rt.generate("the quick", max_tokens=24)
     assert out.stats["drafted"] > 0 and out.tokens == rt.generate("the quick", max_tokens=24, speculation="off").tokens
     assert {f.name: f.read_bytes() for f in target.iterdir()} == before

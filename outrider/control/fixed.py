@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
 
@@ -10,7 +11,12 @@ from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
 class Told:
     """A Controller that takes its plans from `say` and grows and verifies all of them."""
 
+    asks: ClassVar[bool] = False
     say: Callable[[list[Sequence]], tuple[Plan, str]]
+
+    def __init_subclass__(cls) -> None:
+        """One that is made of this has a say of its own."""
+        cls.asks = True
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         return self.say(seqs)

@@ -174,7 +174,8 @@ class Tables:
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
         thinking = choosing - self.quickest
-        self.costs.verified(at, nodes, record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting, lesson.calm, thinking)
+        once = record.seconds.get("prefill", 0.0) + record.seconds.get("jit", 0.0)
+        self.costs.verified(at, nodes, record.reading.seconds - once - drafting, lesson.calm, thinking)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""

@@ -23,7 +23,7 @@ class Model(Protocol):
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
         """Logits at the places, in their order. A root scores what the row committed since this model last looked.
-        Nodes need their ancestors scored, now or earlier in the same step; nothing is scored twice."""
+        Ancestors of a node that were not scored since its root was are scored with it; nothing else is scored twice."""
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the cache of accepted nodes that were scored, forget the rest."""
@@ -36,7 +36,7 @@ class Model(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses next tokens. It never decides its own depth."""
+    """Guesses next tokens. It never decides its own depth. One whose `draws` is False never samples: all it proposes are points."""
 
     name: str
 
@@ -75,7 +75,8 @@ class Predictor(Protocol):
 
 
 class Controller(Protocol):
-    """Decides at every step whether, by whom and how far to speculate. Nothing it returns can change the text."""
+    """Decides at every step whether, by whom and how far to speculate. Nothing it returns can change the text. One whose
+    `asks` is False only chooses: `more` and `fill` leave all as it is, and steps are made without them."""
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         """The plan of the next step, at most, and why."""

@@ -28,6 +28,7 @@ class Lookup:
     """
 
     needs = ("tokens",)
+    draws = False
 
     def __init__(self, name: str = "lookup", *, least: int = 2, cap: int = 24) -> None:
         self.name, self.least, self.cap = name, least, cap

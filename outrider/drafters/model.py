@@ -28,6 +28,7 @@ class ModelDrafter:
     """
 
     needs = ("tokens",)
+    draws = True
 
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
         self.model, self.name, self.vocab = model, name, vocab or model.spec.vocab_size

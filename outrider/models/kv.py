@@ -166,18 +166,21 @@ class Rows:
         return Layout(blocks, None if at == list(range(size)) else at)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
-        """The row of a place and what scoring it computes: a node itself, or for a root the tokens not cached yet."""
+        """The row of a place and what scoring it computes: for a root the tokens not cached yet, for a node itself, after what of
+        its ancestors was not scored since the root was."""
         if place >= 0:
             row = self.of(seqs[draft.row[place]])
-            return row, [self._node_column(row, draft, place)]
+            first = [] if row.base >= 0 else self._columns(seqs, draft, ~draft.row[place])[1]
+            missing = [n for n in tree.ancestors(draft, place)[:-1] if n not in row.scratch] if draft.parent[place] not in row.scratch else []
+            return row, [*first, *[self._node_column(row, draft, n) for n in [*missing, place]]]
         row, tail = self.of(seqs[~place]), self.tail(seqs[~place])
         start = len(row.text)
         row.base, row.scratch = start + len(tail), {}
         return row, [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
     def _node_column(self, row: Row, draft: Draft, node: int) -> Column:
-        assert row.base >= 0, "a node is scored before its root"
-        k, parent, depth = len(row.scratch), draft.parent[node], draft.depth[node]
+        parent, depth = draft.parent[node], draft.depth[node]
+        k = list(row.scratch).index(node) if node in row.scratch else len(row.scratch)  # one that is scored again keeps its slot
         if row.base + k + 1 >= self.capacity:
             raise OutriderError(
                 f"{self.name} has {self.capacity} slots a row and needs {row.base + k + 2}", "", "a larger context or a smaller draft"

@@ -8,7 +8,7 @@ from typing import Any, overload
 from outrider.core.config import LIMITS, limits
 from outrider.core.config import sampling as read_sampling
 from outrider.core.errors import OutriderError
-from outrider.core.types import Limits, Request, SamplingParams, Sequence
+from outrider.core.types import Limits, Plan, Request, SamplingParams, Sequence
 from outrider.measure.trace import stats
 from outrider.runtime.engine import Engine
 from outrider.runtime.profiler import Keeper
@@ -117,6 +117,20 @@ class Runtime:
         from outrider.control.explain import candidates
 
         return candidates(self.engine.controller)
+
+    def program(self) -> dict[str, str]:
+        """As text: the `program` of a greedy request before a plan fills it, and the `code` of the step that ran most often; before
+        the first, of all drafters at depth 8."""
+        from outrider.compiler.codegen import source
+        from outrider.compiler.opt import PLAIN
+        from outrider.ir.text import programs, show
+
+        jit = self.engine.jit
+        usual = Plan(tuple((name, 8, 1) for name in jit.bits)), PLAIN._replace(told=not getattr(self.engine.controller, "asks", True))
+        ran = [(entry.uses, plan, facts) for (rule, plan, facts), entry in jit.known.items() if rule == "greedy" and plan.drafters]
+        plan, facts = max(ran, key=lambda r: r[0])[1:] if ran else usual
+        lowered = programs(jit.planned("greedy", plan, jit.back))[0]
+        return {"program": show(jit.module("greedy")), "code": source(lowered, facts, dict(jit.bits))}
 
     def _encode(self, text: str) -> list[int]:
         _must_be_text(text, "the prompt")

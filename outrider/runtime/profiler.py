@@ -82,13 +82,12 @@ def sweep(
     if engine.batcher.running or engine.batcher.waiting:
         raise OutriderError("a profile cannot be taken while requests run", "their steps would be timed with it", "waiting for them")
     filler = Filler(engine.target.spec.vocab_size)
-    before, drafters = engine.controller, engine.drafters
-    engine.drafters, engine.bits = {**drafters, FILLER: filler}, {**engine.bits, FILLER: 1 << len(drafters)}
+    before = engine.controller, engine.drafters, engine.bits, engine.jit
+    engine.equip({**engine.drafters, FILLER: filler}, hot=0)
     try:
         return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats)
     finally:
-        engine.controller, engine.drafters = before, drafters
-        engine.bits.pop(FILLER, None)
+        engine.controller, engine.drafters, engine.bits, engine.jit = before
 
 
 def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:
@@ -153,7 +152,7 @@ class _Found:
                 self.far.setdefault(name, []).append((behind, took))
             elif name != FILLER:
                 self.draft.setdefault(name, {}).setdefault(levels, []).append(took)
-        own = record.reading.seconds - record.seconds.get("prefill", 0.0) - drafting
+        own = record.reading.seconds - record.seconds.get("prefill", 0.0) - record.seconds.get("jit", 0.0) - drafting
         self.plain = 0 if record.levels else self.plain + 1
         if self.plain > CALM:
             self.steady.append(own)

@@ -1,0 +1,80 @@
+"""Steps by program and plan: found, or made. A plan's first steps are interpreted; one that comes back is hot, and gets code
+written for it. Facts of the batch are part of the key, so code is never run where its facts do not hold: a batch of which they
+do not begins a tier lower and is promoted in its turn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.compiler.codegen import compiled
+from outrider.compiler.interpret import interpret
+from outrider.compiler.passes.schedule import Schedule
+from outrider.compiler.passes.specialize import fill
+from outrider.compiler.pipeline import BACK, FRONT, Pipeline, passes
+from outrider.compiler.step import Done, Facts, Now, Parts
+from outrider.core.types import Plan
+from outrider.ir.build import program
+from outrider.ir.text import programs
+
+HOT = 3  # steps of a plan after which code is written for it
+MOST = 512  # plans that are remembered
+INTERPRETED, GENERATED = "interpreted", "generated"
+Step = Callable[[Parts, Now], Done]
+Stages = Sequence[Sequence[str]]
+
+
+@dataclass(slots=True)
+class Entry:
+    """What runs a plan now, under which tier, and how often it did."""
+
+    run: Step
+    tier: str = INTERPRETED
+    uses: int = 0
+
+
+@dataclass
+class Jit:
+    """stages, draws, chain: see ir.build.program. `hot`: steps before code is written (0: at once; None: never). `front`, `back`:
+    the passes; `source`: a program to run in place of the default one, as a function of the rule."""
+
+    stages: Stages
+    draws: Mapping[str, bool]
+    bits: Mapping[str, int]
+    chain: bool = False
+    hot: int | None = HOT
+    front: Sequence[str] = FRONT
+    back: Sequence[str] = BACK
+    source: Callable[[str], Any] | None = None
+    known: dict[tuple[str, Plan, Facts], Entry] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, rule: str, plan: Plan, facts: Facts) -> Entry:
+        """The step of a plan under a rule and facts."""
+        entry = self.known.get((rule, plan, facts))
+        if entry is None:
+            if len(self.known) >= MOST:
+                self.known.pop(next(iter(self.known)))
+            module = self.planned(rule, plan, self.back[:-1] if self.back and self.back[-1] == "lower" else self.back)
+            one = programs(module)[0]
+            entry = self.known[rule, plan, facts] = Entry(lambda parts, now: interpret(one, parts, now))
+        entry.uses += 1
+        if entry.tier == INTERPRETED and self.hot is not None and entry.uses > self.hot:
+            entry.run, entry.tier = compiled(programs(self.planned(rule, plan, self.back))[0], facts, dict(self.bits)), GENERATED
+        return entry
+
+    def module(self, rule: str) -> Any:
+        """The program of a rule, as the passes before any plan leave it."""
+        if rule not in self.modules:
+            made = self.source(rule) if self.source else program(self.stages, self.draws, rule, chain=self.chain)
+            self.modules[rule] = Pipeline(passes(self.front)).run(made)
+        return self.modules[rule]
+
+    def planned(self, rule: str, plan: Plan, back: Sequence[str]) -> Any:
+        """A copy of it with the plan's numbers in its holes."""
+        made = self.module(rule).clone()
+        fill(made, plan)
+        order = " ".join(f"{name}:{i}" for i, (name, _, _) in enumerate(plan.drafters, 1))  # a plan names them in the order that pays
+        made_by = [
+            Schedule(costs=order) if name == "schedule" and len(plan.drafters) > 1 else passes([name])[0] for name in back if name != "specialize"
+        ]
+        return Pipeline(made_by).run(made)

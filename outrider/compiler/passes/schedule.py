@@ -1,0 +1,99 @@
+"""List scheduling: proposals in the order of their costs, cheap ones first, so that what is dear sees what is there already; trees
+grow best-first, the likeliest paths before all others of a level; and what has a device of its own may run beside the rest.
+"""
+
+from dataclasses import dataclass
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.ir import Operation, SSAValue
+from xdsl.passes import ModulePass
+
+from outrider.core.errors import OutriderError
+from outrider.ir.deciding import ProgramOp
+from outrider.ir.drafting import ProposeOp, UnionOp
+from outrider.ir.text import programs
+from outrider.ir.types import ON, OVER, value_of
+
+UNKNOWN = 1e9  # last
+
+
+@dataclass(frozen=True)
+class Schedule(ModulePass):
+    """`costs`: words like `lookup:0.02 model:0.3`, what asking a drafter costs (none: the order stands); `devices`: words like
+    `model:cuda-1`, drafters that do not share the target's device; `order`: best-first or level, of trees."""
+
+    name = "schedule"
+    costs: str = ""
+    devices: str = ""
+    order: str = "level"
+
+    def apply(self, ctx: Context, op: ModuleOp) -> None:
+        costs = {name: float(x) for name, x in _pairs(self.costs, number=True).items()}
+        devices = _pairs(self.devices)
+        for program in programs(op):
+            for one in [o for o in program.body.block.ops if isinstance(o, ProposeOp)]:
+                if one.name_of in devices:
+                    one.device = StringAttr(devices[one.name_of])
+                if one.order is None and (value_of(one.width) or 1) > 1 and one.how.data != OVER and self.order != "level":
+                    one.order = StringAttr(self.order)
+            if costs:
+                _sort(program, costs)
+
+
+def _pairs(text: str, *, number: bool = False) -> dict[str, str]:
+    out = {}
+    for word in text.split():
+        name, _, value = word.rpartition(":")
+        if not name or (number and not value.replace(".", "", 1).isdigit()):
+            raise OutriderError(f"'{word}' is not understood", "", "DRAFTER:VALUE, as in 'lookup:0.02 model:0.3'")
+        out[name] = value
+    return out
+
+
+def _sort(program: ProgramOp, costs: dict[str, float]) -> None:
+    """Ready proposals that wait for nothing, the cheapest first; a chain of `beside` is strung anew in that order."""
+    block = program.body.block
+    chains = [o for o in block.ops if isinstance(o, ProposeOp) and not any(isinstance(u.operation, ProposeOp) for u in o.out.uses)]
+    for last in chains:
+        links = _chain(last)
+        wanted = sorted(links, key=lambda o: costs.get(o.name_of, UNKNOWN))
+        if len(links) > 1 and wanted != links:
+            _restring(last, links, wanted)
+    for union in [o for o in block.ops if isinstance(o, UnionOp)]:
+        union.operands = sorted(union.operands, key=lambda a: _dearest(a, costs))
+        for arm in union.operands:
+            if isinstance(arm.owner, ProposeOp) and len(list(arm.uses)) == 1:
+                arm.owner.detach()
+                block.insert_op_before(arm.owner, union)
+
+
+def _dearest(value: SSAValue, costs: dict[str, float]) -> float:
+    one = value.owner
+    if isinstance(one, ProposeOp):
+        return costs.get(one.name_of, UNKNOWN)
+    return max([_dearest(v, costs) for v in one.operands], default=0.0) if isinstance(one, Operation) else 0.0
+
+
+def _chain(last: ProposeOp) -> list[ProposeOp]:
+    """Proposals from roots that grow beside one another and serve nothing else, first to last."""
+    links = [last]
+    while len(links[0].beside) == 1 and isinstance(before := links[0].beside[0].owner, ProposeOp) and len(list(before.out.uses)) == 1:
+        links.insert(0, before)
+    return links if all(o.how.data == ON for o in links) else [last]
+
+
+def _restring(last: ProposeOp, links: list[ProposeOp], wanted: list[ProposeOp]) -> None:
+    base = list(links[0].beside)
+    block = last.parent
+    assert block is not None
+    goal, before = last, base
+    for one in wanted:
+        order, device = (a.data if a else None for a in (one.order, one.device))
+        made = ProposeOp(one.name_of, one.at, one.own.data, beside=before, depth=value_of(one.depth), width=value_of(one.width),
+                         sample=value_of(one.sample), order=order, device=device)  # fmt: skip
+        block.insert_op_before(made, goal)
+        before = [made.out]
+    last.out.replace_all_uses_with(before[0])
+    for one in reversed(links):
+        block.erase_op(one)
