@@ -152,6 +152,15 @@ def test_a_pass_that_breaks_a_program_is_named() -> None:
         Pipeline([Forget()]).run(parse(CHAIN))
 
 
+def test_a_value_is_made_before_it_is_used() -> None:
+    module = parse(CHAIN)
+    ops = list(programs(module)[0].body.block.ops)
+    ops[1].detach()
+    programs(module)[0].body.block.insert_op_before(ops[1], ops[-1])
+    with pytest.raises(OutriderError, match="stands before what it uses"):
+        verify(module)
+
+
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [("canonicalise", "canonicalize"), ("cse{", "cannot be read"), ("specialize{plans=1}", "options of the pass 'specialize'"),
