@@ -162,7 +162,7 @@ class _Target:
     def view(self, layers: tuple[int, ...]) -> "_Target":
         raise OutriderError(f"layers {layers} are no view of a trace", "what was written down has no layers", "a live model")
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: object = None) -> Scores:
         """What comes next is what came next; below a wrong guess, something that is no token."""
         assert self.world.text is not None
         tokens, done = self.world.text.tokens, seqs[0].produced

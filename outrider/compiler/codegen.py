@@ -9,6 +9,7 @@ from xdsl.ir import Operation, SSAValue
 
 from outrider.compiler import step as pieces
 from outrider.compiler.interpret import budget_of
+from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
 from outrider.compiler.step import Done, Facts, Now, Parts
 from outrider.core import tree
 from outrider.core.sampling import decided
@@ -172,7 +173,8 @@ class _Writer:
         nodes = self.names[op.at]
         self.say('    clock.mark("draft")')
         places = roots if nodes == "[]" else f"[-1, *{nodes}]" if self.facts.one else f"[*{roots}, *{nodes}]"
-        self.say(f"    scores = parts.target.score(seqs, full, {places})")
+        reusing = f', reusing=parts.drafters["{EARLY_EXIT}{shown(op.reusing)}"].model' if op.reusing is not None else ""
+        self.say(f"    scores = parts.target.score(seqs, full, {places}{reusing})")
         self.say('    clock.mark("score")')
 
     def accept(self, op: AcceptOp) -> None:

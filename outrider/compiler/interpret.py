@@ -7,13 +7,14 @@ from typing import Any
 
 from xdsl.ir import Operation, SSAValue
 
+from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
 from outrider.compiler.passes.lower import refuse
 from outrider.compiler.step import Done, Forest, Now, Parts, accept, agreed
 from outrider.core import tree
 from outrider.core.types import Draft
 from outrider.ir.deciding import AcceptOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import AgreeOp, ContextOp, EmptyOp, ProposeOp, PruneOp, RelayOp, UnionOp
-from outrider.ir.types import AFTER, FREE, ON, OVER, DraftType, rule_of, value_of
+from outrider.ir.types import AFTER, FREE, ON, OVER, DraftType, rule_of, shown, value_of
 
 
 def interpret(program: ProgramOp, parts: Parts, now: Now) -> Done:
@@ -25,7 +26,8 @@ def interpret(program: ProgramOp, parts: Parts, now: Now) -> Done:
     for op in program.body.block.ops:
         if isinstance(op, ScoreOp):
             now.clock.mark("draft")
-            known[op.out] = parts.target.score(now.seqs, forest.full, [*tree.roots(forest.full.rows), *known[op.at]])
+            reusing = getattr(parts.drafters[EARLY_EXIT + shown(op.reusing)], "model", None) if op.reusing is not None else None
+            known[op.out] = parts.target.score(now.seqs, forest.full, [*tree.roots(forest.full.rows), *known[op.at]], reusing=reusing)
             now.clock.mark("score")
         elif isinstance(op, AcceptOp):
             nodes, scores, draft = known[op.at], known[op.scores], _of(forest.full, known[op.at])

@@ -21,9 +21,10 @@ class Model(Protocol):
     def prefill(self, seqs: list[Sequence]) -> None:
         """Cache all but the last token of every sequence, in chunks."""
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: object = None) -> Scores:
         """Logits at the places, in their order. A root scores what the row committed since this model last looked.
-        Ancestors of a node that were not scored since its root was are scored with it; nothing else is scored twice."""
+        Ancestors of a node that were not scored since its root was are scored with it; nothing else is scored twice.
+        reusing: a view of this model's first layers (None: nothing): what an early exit of its own computed in this step is not computed again."""
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the cache of accepted nodes that were scored, forget the rest."""

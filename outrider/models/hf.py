@@ -85,11 +85,14 @@ class HFModel:
                 self._eager(self.rows.append(seq, part), nodes=False, **self.one_logit)
                 self.rows.appended(seq, part)
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: Any = None) -> Scores:
+        """As the socket says. reusing: a view of the first layers (models.exits); what it computed in this step is not computed again."""
         if long := [seqs[~p] for p in places if p < 0 and self.rows.behind(seqs[~p]) > LONG_TAIL]:
             self.prefill(long)
-        layout = self.rows.layout(seqs, draft, places)
-        outs = [self._forward(block) for block in layout.blocks]
+        if reusing is not None:
+            reusing.forget([row.index for s in seqs if (row := self.rows.of(s)).base < 0])  # of a step that was dropped
+        layout = self.rows.layout(seqs, draft, places, resume=reusing is not None)
+        outs = [self._forward(block) if reusing is None else reusing.finish(block) for block in layout.blocks]
         logits, found = outs[0] if len(outs) == 1 else [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
         return Scores(logits, at=layout.at, found=found)
 
@@ -161,7 +164,7 @@ class HFView(HFModel):
                 f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers"
             )
         self.__dict__.update(owner.__dict__)
-        self.module = _with_layers(owner.module, layers)
+        self.module = with_layers(owner.module, layers)
         self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
         self.forwards, self.computed = 0, 0
@@ -206,7 +209,7 @@ def decoder_layers(module: nn.Module) -> tuple[nn.Module, str]:
     raise OutriderError(f"{type(module).__name__} has no stack of layers that a view could shorten", "", "a draft model instead")
 
 
-def _with_layers(module: nn.Module, layers: tuple[int, ...]) -> nn.Module:
+def with_layers(module: nn.Module, layers: tuple[int, ...]) -> nn.Module:
     """A copy that shares all parameters and runs only `layers`."""
     owner, name = decoder_layers(module)
 

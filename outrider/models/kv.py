@@ -30,6 +30,7 @@ class Row:
     owner: Sequence | None = None
     base: int = -1
     scratch: dict[int, int] = field(default_factory=dict)
+    resumed: bool = False
     used: int = 0
 
     @property
@@ -143,8 +144,12 @@ class Rows:
         """The chunk is in the cache now."""
         self.of(seq).text += tokens
 
-    def layout(self, seqs: list[Sequence], draft: Draft, places: Places) -> Layout:
-        """Where everything goes in one forward over `places`; marks it as this step's scratch."""
+    def layout(self, seqs: list[Sequence], draft: Draft, places: Places, *, resume: bool = False) -> Layout:
+        """Where everything goes in one forward over `places`; marks it as this step's scratch. resume: what is scratch of this
+        step already keeps its slots when its root is asked for again."""
+        if resume:
+            for row in [self.of(seqs[~p]) for p in places if p < 0]:
+                row.resumed = row.base >= 0
         if len(places) == 1:  # the most frequent: a plain step, one more token of a chain
             row, columns = self._columns(seqs, draft, places[0])
             return Layout([self._block([row], [columns])], None if len(columns) == 1 else [len(columns) - 1])
@@ -175,7 +180,7 @@ class Rows:
             return row, [*first, *[self._node_column(row, draft, n) for n in [*missing, place]]]
         row, tail = self.of(seqs[~place]), self.tail(seqs[~place])
         start = len(row.text)
-        row.base, row.scratch = start + len(tail), {}
+        row.base, row.scratch, row.resumed = start + len(tail), row.scratch if row.resumed else {}, False
         return row, [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
     def _node_column(self, row: Row, draft: Draft, node: int) -> Column:

@@ -49,15 +49,18 @@ class Step(nn.Module):
         if module.config._attn_implementation == "sdpa":
             module.config._attn_implementation = ATTENTION
 
-    def forward(self, table: Tensor, read: Tensor, rows: list[Tensor], nodes: bool = True, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, table: Tensor, read: Tensor, rows: list[Tensor], nodes: bool = True, hidden: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """table int64 [b, w, 4 + kinds] and rows as `kv.Block` and `SlotCache.rows` say; read: the slot numbers 0 .. c-1.
 
-        `nodes`: whether any column sees scratch. Returns logits [b, w, V] and float64 [b, w, 3]: the best token (largest, ties
+        `nodes`: whether any column sees scratch; `hidden` [b, w, d]: what enters the first layer, in place of the tokens. Returns logits [b, w, V] and float64 [b, w, 3]: the best token (largest, ties
         to the lowest id), its logit (NaN if any is) and the log of the sum of exponentials.
         """
         self.store.use(rows, table[..., 2], read.shape[0])
+        text = {"input_ids": table[..., 0].contiguous()} if hidden is None else {"inputs_embeds": hidden}
         out = self.module(
-            input_ids=table[..., 0].contiguous(), position_ids=table[..., 1].contiguous(), attention_mask=self._masks(table, read, nodes),
+            **text, position_ids=table[..., 1].contiguous(), attention_mask=self._masks(table, read, nodes),
             past_key_values=self.store.cache, use_cache=True, **options,
         )  # fmt: skip
         logits = out.logits[..., : self.vocab]  # padding rows of the head are no tokens

@@ -86,7 +86,7 @@ class ToyModel:
         row = np.arange(block.first, block.first + rows)[:, None]
         self.store.cells[row, block.table[..., 2]] = block.table[..., :2]
 
-    def score(self, seqs: list[Sequence], draft: Draft, places: Places) -> Scores:
+    def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: object = None) -> Scores:
         layout = self.rows.layout(seqs, draft, places)
         seen: list[Tensor] = []
         for block in layout.blocks:

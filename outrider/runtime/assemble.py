@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from outrider.compiler.pipeline import FRONT
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.predict import LADDER
@@ -24,6 +25,7 @@ from outrider.measure import machine
 from outrider.measure import profile as profiles
 from outrider.measure.cost import Costs
 from outrider.models import load as models
+from outrider.models.exits import EarlyExit, check
 from outrider.models.vocab import check_pair
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
@@ -34,7 +36,9 @@ DRAFTERS = {
     "lookup": "outrider.drafters.lookup:Lookup",
     "model": "outrider.drafters.model:ModelDrafter",
     "quantised": "outrider.drafters.model:ModelDrafter",  # the target itself with cheaper weights
+    "early-exit": "outrider.drafters.model:ModelDrafter",  # the target's own first layers
 }
+STAGED = "staged:"  # drafters of which each takes over from the one before
 
 
 def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Drafter] | None = None, **settings: Any) -> Runtime:
@@ -50,7 +54,9 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
 
         target = reference.target()
         drafters = ["lookup", f"model:{reference.draft()}"] if drafters is None else drafters
-    specs: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
+    named: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
+    groups = [d.removeprefix(STAGED).split(">") if isinstance(d, str) and d.startswith(STAGED) else [d] for d in named]
+    specs: list[str | Drafter] = [spec for group in groups for spec in group]
     if s.threads:
         torch.set_num_threads(s.threads)
     _refuse_unknown(specs)
@@ -69,6 +75,9 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         parts[part.name] = part
         if plan:
             held[part.name] = {"predicted": plan.total, "held": part.model.held_bytes()}  # type: ignore[attr-defined]
+    names = iter(parts)
+    stages = [[next(names) for _ in group] for group in groups]
+    made: dict[str, Any] = {} if model.compiled is None else {"front": tuple(p for p in FRONT if p != "inline-early-exit")}  # those steps are whole
     if s.compile == "wait":
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
     if s.strict:
@@ -76,14 +85,18 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     sizes: dict[str, Any] = {**held, "rss": psutil.Process().memory_info().rss}
     if s.depth is not None or not parts:
         told = fixed(Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget))
-        return Runtime(Engine(model, parts, told, s.rows, s.strict), tokenizer, sizes, s.rule)
+        return Runtime(Engine(model, parts, told, s.rows, s.strict, stages, **made), tokenizer, sizes, s.rule)
     folders = {
         "target": models.locate(target),
-        **{str(n): models.locate(_folder(d, target)) for n, d in enumerate(specs) if isinstance(d, str) and ":" in d},
+        **{
+            str(n): models.locate(_folder(d, target))
+            for n, d in enumerate(specs)
+            if isinstance(d, str) and ":" in d and not d.startswith("early-exit")
+        },
     }
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
     controller = Adaptive(keeper.tables, lambda: model.meter.tier, s.slowdown_limit, cautious=profiler.PATIENCE > 0)
-    return Runtime(Engine(model, parts, controller, s.rows, s.strict), tokenizer, sizes, s.rule, keeper)
+    return Runtime(Engine(model, parts, controller, s.rows, s.strict, stages, **made), tokenizer, sizes, s.rule, keeper)
 
 
 def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: int, device: str, s: LoadSettings) -> Keeper:
@@ -138,6 +151,8 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
                 raise nearest(kind, DRAFTERS, "drafter")
             if kind == "model" and not path:
                 raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
+            if kind == "early-exit" and not path.isdigit():
+                raise OutriderError(f"the drafter '{spec}' needs a number of layers", "", "early-exit:2")
             if kind == "quantised" and path != "int8":
                 raise OutriderError(f"the drafter '{spec}' is not known", "", "quantised:int8")
 
@@ -145,7 +160,7 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
 def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: LoadSettings) -> None:
     """Target and drafts must fit together, before the first is read."""
     device, total, room = models.pick_device(s.device), [], 0
-    for path in [target, *(_folder(spec, target) for spec in specs if isinstance(spec, str) and ":" in spec)]:
+    for path in [target, *(_folder(d, target) for d in specs if isinstance(d, str) and ":" in d and not d.startswith("early-exit"))]:
         folder = models.locate(path)
         config = models.load_config(folder)
         models.refuse_unfit(config, folder.name)
@@ -171,6 +186,10 @@ def _drafter(
     make = getattr(importlib.import_module(module), name)
     if kind == "lookup":
         return make(), None
+    if kind == "early-exit":
+        view = EarlyExit(target, int(path))
+        check(view)
+        return make(view, spec, target.spec.vocab_size), None
     label = kind if kind not in taken else f"{kind}-{len(taken) + 1}"
     source, quantise = (target_name, path) if kind == "quantised" else (path, None)
     model, own, plan = models.load_model(source, name=label, context=target.spec.context, clip=True, quantise=quantise, **how)
