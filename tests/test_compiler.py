@@ -149,6 +149,15 @@ def test_a_plan_becomes_code_when_it_is_hot_and_starts_anew_with_the_batch() -> 
     assert lone[0] == "interpreted" and "generated" in lone, "other facts, a tier lower"
 
 
+@pytest.mark.parametrize("hot", [None, 0])
+def test_who_is_made_of_a_controller_that_only_tells_is_asked(hot: int | None) -> None:
+    pruned = TWICE.replace("  %scores", "  %kept = outrider.prune %draft budget ?\n  %scores", 1)
+    pruned = pruned.replace("score %draft", "score %kept").replace("accept %draft", "accept %kept")
+    for control, reason in ((Picky, "picked"), (Told, "random")):
+        _, records, _ = written(lambda rule: parse(pruned), lambda: ALL, "greedy", control=control, hot=hot)
+        assert {r.reason for r in records if any(r.drafted) or any(r.trimmed)} == {reason}
+
+
 def test_the_cache_forgets_the_oldest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_module, "MOST", 3)
     rng = random.Random(0)

@@ -126,6 +126,22 @@ def guarantee_(count: Count = 1, max_tokens: Tokens = 256, rounds: Rounds = 7, o
 
 
 @bench.command()
+def passes(
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 2, max_tokens: Tokens = 128, rounds: Rounds = 3,
+    long: Annotated[int, typer.Option(help="Tokens of the long prompts.")] = 3000, compile: Compile = "wait", out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """Speculation without passes, with one more at a time, and with all: mixed, long and badly drafted texts."""
+    from rich.console import Console
+
+    from outrider.bench import ablation
+
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = ablation.ablation(count, max_tokens, rounds, long, status.update, compile=compile)
+    ablation.save(result, out)
+    print(ablation.markdown(result))
+
+
+@bench.command()
 def predictors(trace: Annotated[Path, typer.Argument(help="A trace kept by `outrider bench schedule --trace`.")]) -> None:
     """Predictors of acceptance side by side on a trace, cold and warm."""
     from outrider.bench import championship, replay

@@ -26,8 +26,8 @@ def interpret(program: ProgramOp, parts: Parts, now: Now) -> Done:
     for op in program.body.block.ops:
         if isinstance(op, ScoreOp):
             now.clock.mark("draft")
-            reusing = getattr(parts.drafters[EARLY_EXIT + shown(op.reusing)], "model", None) if op.reusing is not None else None
-            known[op.out] = parts.target.score(now.seqs, forest.full, [*tree.roots(forest.full.rows), *known[op.at]], reusing=reusing)
+            exit_ = {} if op.reusing is None else {"reusing": getattr(parts.drafters[EARLY_EXIT + shown(op.reusing)], "model", None)}
+            known[op.out] = parts.target.score(now.seqs, forest.full, [*tree.roots(forest.full.rows), *known[op.at]], **exit_)
             now.clock.mark("score")
         elif isinstance(op, AcceptOp):
             nodes, scores, draft = known[op.at], known[op.scores], _of(forest.full, known[op.at])

@@ -8,9 +8,10 @@ from typing import Any
 
 from outrider.compiler.codegen import compiled
 from outrider.compiler.interpret import interpret
+from outrider.compiler.passes.lower import Lower
 from outrider.compiler.passes.schedule import Schedule
 from outrider.compiler.passes.specialize import fill
-from outrider.compiler.pipeline import BACK, FRONT, Pipeline, passes
+from outrider.compiler.pipeline import BACK, FRONT, Pipeline, find, passes
 from outrider.compiler.step import Done, Facts, Now, Parts
 from outrider.core.types import Plan
 from outrider.ir.build import program
@@ -25,8 +26,9 @@ Stages = Sequence[Sequence[str]]
 
 @dataclass(slots=True)
 class Entry:
-    """What runs a plan now, under which tier, and how often it did."""
+    """What runs a plan now, under which tier, and how often it did. `module`: the plan's program."""
 
+    module: Any
     run: Step
     tier: str = INTERPRETED
     uses: int = 0
@@ -54,12 +56,13 @@ class Jit:
         if entry is None:
             if len(self.known) >= MOST:
                 self.known.pop(next(iter(self.known)))
-            module = self.planned(rule, plan, self.back[:-1] if self.back and self.back[-1] == "lower" else self.back)
+            module = self.planned(rule, plan, [name for name in self.back if name != "lower"])
             one = programs(module)[0]
-            entry = self.known[rule, plan, facts] = Entry(lambda parts, now: interpret(one, parts, now))
+            entry = self.known[rule, plan, facts] = Entry(module, lambda parts, now: interpret(one, parts, now))
         entry.uses += 1
         if entry.tier == INTERPRETED and self.hot is not None and entry.uses > self.hot:
-            entry.run, entry.tier = compiled(programs(self.planned(rule, plan, self.back))[0], facts, dict(self.bits)), GENERATED
+            lowered = Pipeline([Lower()], each=False).run(entry.module)
+            entry.run, entry.tier = compiled(programs(lowered)[0], facts, dict(self.bits)), GENERATED
         return entry
 
     def module(self, rule: str) -> Any:
@@ -74,7 +77,5 @@ class Jit:
         made = self.module(rule).clone()
         fill(made, plan)
         order = " ".join(f"{name}:{i}" for i, (name, _, _) in enumerate(plan.drafters, 1))  # a plan names them in the order that pays
-        made_by = [
-            Schedule(costs=order) if name == "schedule" and len(plan.drafters) > 1 else passes([name])[0] for name in back if name != "specialize"
-        ]
-        return Pipeline(made_by).run(made)
+        made_by = [Schedule(costs=order) if name == "schedule" else find(name)() for name in back if name != "specialize"]
+        return Pipeline(made_by, each=False).run(made)

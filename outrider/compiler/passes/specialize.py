@@ -16,7 +16,7 @@ from outrider.core.types import Plan
 from outrider.ir.drafting import ProposeOp, PruneOp, RelayOp
 from outrider.ir.text import programs
 from outrider.ir.types import OVER, number
-from outrider.measure.cost import Costs, best_depth, named
+from outrider.measure.cost import DEEPEST, Costs, Situation, named
 
 UNSEEN = 0.6  # acceptance of a drafter that a profile says nothing of
 
@@ -45,7 +45,7 @@ class Specialize(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         proposals = [o for p in programs(op) for o in p.body.block.ops if isinstance(o, ProposeOp | RelayOp)]
         names = list(dict.fromkeys(o.drafter.data for o in proposals))
-        fill(op, _profiled(Path(self.profile), names, self.budget) if self.profile else plan_of(self.plan, self.budget))
+        fill(op, profiled(_read(Path(self.profile)), names, self.budget) if self.profile else plan_of(self.plan, self.budget))
 
 
 def fill(module: ModuleOp, plan: Plan) -> None:
@@ -62,20 +62,43 @@ def fill(module: ModuleOp, plan: Plan) -> None:
             op.budget = number(plan.budget)
 
 
-def _profiled(file: Path, names: list[str], budget: int) -> Plan:
-    """Per drafter the depth that is best by itself, by acceptance and cost; none where even that does not pay."""
+def _read(file: Path) -> Mapping[str, Any]:
     try:
         data: Mapping[str, Any] = json.loads(file.read_text())["data"]
-        costs = Costs({})
-        costs.take(data["costs"])
-        at = max(data["costs"]["verify"], key=lambda name: len(data["costs"]["verify"][name]["seen"]))
-        chosen = []
-        for name in names:
-            seen, share = data.get("next", {}).get(f"{name} ?", [0.0, UNSEEN])
-            alpha = (seen * share + 2 * UNSEEN) / (seen + 2)
-            slope = costs.verifying(named(at)).shape[1] - 1  # type: ignore[union-attr]
-            if depth := best_depth(min(alpha, 0.99), costs.drafting_share(name, named(at), 1) + slope, 16):
-                chosen.append((name, depth, 1))
+        return data
     except (OSError, ValueError, KeyError, TypeError) as bad:
         raise OutriderError(f"{file} is no profile", f"{type(bad).__name__}: {bad}", "a file that `outrider profile` wrote") from bad
+
+
+def profiled(data: Mapping[str, Any], names: list[str], budget: int = 0) -> Plan:
+    """By what a profile knows, per drafter the depth that is best by itself, by acceptance and cost in its best known situation; none
+    where even that does not pay."""
+    try:
+        costs = Costs({})
+        costs.take(data["costs"])
+        at = named(max(data["costs"]["verify"], key=lambda name: len(data["costs"]["verify"][name]["seen"])))
+        chosen = []
+        for name in names:
+            first = sum(_share(data, f"{name} s {last}") for last in range(4)) / 4
+            after = _share(data, f"{name} ?")
+            gain = {k: 1 + sum(first * after**i for i in range(k)) for k in range(DEEPEST + 1)}
+            if depth := max(gain, key=lambda k: gain[k] / _cost(costs, name, at, k)):
+                chosen.append((name, depth, 1))
+    except (ValueError, KeyError, TypeError, AttributeError) as bad:
+        raise OutriderError(
+            "this profile says nothing of what steps cost", f"{type(bad).__name__}: {bad}", "a file that `outrider profile` wrote"
+        ) from bad
     return Plan(tuple(chosen), budget)
+
+
+def _share(data: Mapping[str, Any], cell: str) -> float:
+    """How often guesses of a kind came true."""
+    seen, share = data.get("next", {}).get(cell, [0.0, UNSEEN])
+    return float((seen * share + 2 * UNSEEN) / (seen + 2))
+
+
+def _cost(costs: Costs, name: str, at: Situation, depth: int) -> float:
+    """Of a step that drafts and verifies a chain, in plain steps."""
+    verify = costs.verifying(at)
+    assert verify is not None
+    return verify.shape[depth] + (costs.drafting_share(name, at, depth) if depth else 0.0)

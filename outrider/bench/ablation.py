@@ -1,0 +1,188 @@
+"""Which pass pays, by how much: a naive program, and the same with one pass more at a time, in one run, interleaved.
+
+The program asks lookup twice, as pipelines put together from parts do, and the draft model once; the plan is fixed (lookup 8, model
+4) until a profile fills it. Three settings: the six categories; long contexts; text that is drafted badly. Plain has no drafter
+loaded. Also what making a step costs: a plan's passes and code, and finding it again.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import outrider
+from outrider import reference
+from outrider.bench import prompts
+from outrider.bench.report import provenance, save_as
+from outrider.bench.schedule import PLAIN, Writer, seconds_per_token
+from outrider.compiler.jit import Jit
+from outrider.compiler.opt import PLAIN as FACTS
+from outrider.compiler.passes.specialize import plan_of, profiled
+from outrider.control.fixed import fixed
+from outrider.core.sockets import Controller
+from outrider.core.types import Plan, Sequence
+from outrider.ir.text import parse
+from outrider.runtime import profiler
+from outrider.runtime.door import Runtime
+
+NAIVE = """outrider.program @naive {
+  %text = outrider.context
+  %a = outrider.propose "lookup" on %text depth ? width ? : point
+  %b = outrider.propose "model" on %text depth ? width ? : point
+  %c = outrider.propose "lookup" on %text depth ? width ? : point
+  %never = outrider.propose "model" on %text depth 1 width 2 : point
+  %draft = outrider.union %b, %a, %c
+  %kept = outrider.prune %draft budget ?
+  %scores = outrider.score %kept on %text by "target"
+  %outcome = outrider.accept %kept, %scores by "RULE"
+  outrider.commit %outcome
+}
+"""
+FIXED = "lookup:8 model:4"
+STEPS = ("canonicalize", "cse", "merge-tries", "dce")  # the program has no relay and no early exit
+ABROAD = (
+    "Der alte Leuchtturmwärter zählte jeden Abend die Schiffe, die", "Le mardi, la boulangère pesait la farine en chantant et",
+    "Spectral gap estimates for sparse random digraphs imply that", "WHEREAS the Lessee shall, upon thirty days' written notice,",
+    "La temperatura del mosto no debe pasar de dieciocho grados porque", "Q3 revenue: 4.2m; churn: 1.9%; guidance withdrawn because",
+)  # fmt: skip
+
+
+class Stage(Writer):
+    """A Writer whose engine runs steps of its own."""
+
+    def __init__(self, rt: Runtime, controller: Controller, jit: Jit) -> None:
+        super().__init__(rt, controller)
+        self.jit = jit
+
+    def __call__(self, prompt: prompts.Prompt, max_tokens: int) -> Sequence:
+        engine = self.rt.engine
+        before, engine.jit = engine.jit, self.jit
+        try:
+            return super().__call__(prompt, max_tokens)
+        finally:
+            engine.jit = before
+
+
+def _jit(rt: Runtime, front: tuple[str, ...], hot: int | None = None, back: tuple[str, ...] = ("specialize",)) -> Jit:
+    bits = rt.engine.bits
+    draws = {name: getattr(part, "draws", True) for name, part in rt.engine.drafters.items()}
+    return Jit([[n] for n in bits], draws, bits, front=front, back=back, hot=hot, source=lambda rule: parse(NAIVE.replace("RULE", rule)))
+
+
+def contenders(rt: Runtime, chosen: Plan) -> dict[str, Writer]:
+    """One pass more at a time; then the plan of a profile, the order of costs, generated code, and the scheduler."""
+    plan, back = plan_of(FIXED), ("specialize", "canonicalize", "dce")
+    out: dict[str, Writer] = {"no passes": Stage(rt, fixed(plan), _jit(rt, ()))}
+    for i, name in enumerate(STEPS, 1):
+        out[f"+ {name}"] = Stage(rt, fixed(plan), _jit(rt, STEPS[:i]))
+    out["+ specialize{profile}"] = Stage(rt, fixed(chosen), _jit(rt, STEPS, back=back))
+    out["+ schedule"] = Stage(rt, fixed(chosen), _jit(rt, STEPS, back=(*back, "schedule")))
+    out["+ lower, codegen"] = Stage(rt, fixed(chosen), _jit(rt, STEPS, 0, (*back, "schedule", "lower")))
+    out["all, adaptive"] = Writer(rt)
+    return out
+
+
+def settings(rt: Runtime, count: int, long: int) -> dict[str, list[prompts.Prompt]]:
+    """Prompts by setting: the six categories; each of them behind others of its kind, `long` tokens in all; what the pair was
+    never shown, at temperature 1."""
+    mixed = [p for c in prompts.CATEGORIES for p in prompts.load(c)[:count]]
+    size = lambda p: len(p.encode(rt.tokenizer))  # noqa: E731
+    far = []
+    for category in ("story", "code", "summarise_copy"):
+        for n, prompt in enumerate(prompts.load(category)[:count]):
+            text, others = prompt.text or "", [p.text or "" for p in prompts.load(category) if p is not prompt]
+            for k in range(200):
+                longer = prompts.Prompt(f"{prompt.id} long", category, others[(n + k) % len(others)] + "\n\n" + text, None, 0.0)
+                if size(longer) > long:
+                    break
+                text = longer.text or ""
+            far.append(prompts.Prompt(f"{prompt.id} long", category, text, None, 0.0))
+    low = [prompts.Prompt(f"abroad-{n}", "abroad", text, None, 1.0) for n, text in enumerate(ABROAD)]
+    return {"mixed": mixed, "long": far, "low acceptance": low}
+
+
+def ablation(
+    count: int = 2, max_tokens: int = 128, rounds: int = 3, long: int = 3000, progress: Callable[[str], None] = print, **how: Any
+) -> dict[str, Any]:
+    """Ratios to plain by setting and contender, of `rounds` rounds."""
+    how = {"compile": "wait", "dtype": "bfloat16", **how, "rows": 1}
+    plain = outrider.load(reference.target(), [], **how)
+    fast = outrider.load(reference.target(), ["lookup", f"model:{reference.draft()}"], **how, profile="off")
+    tables = fast.keeper.tables  # type: ignore[union-attr]
+    progress("measuring costs")
+    for sampled in (False, True):
+        profiler.sweep(fast.engine, tables, patience=10, repeats=20, sampled=sampled)
+    asked = settings(fast, count, long)
+    for prompt in prompts.load("story")[-2:] + prompts.load("code")[-2:]:  # what a first user would have left in the profile
+        Writer(fast)(prompt, max_tokens)
+    chosen = profiled(tables.state(), ["lookup", "model"])
+    found: dict[str, Any] = {}
+    for setting, some in asked.items():
+        writers = {PLAIN: Writer(plain), **contenders(fast, chosen)}
+        found[setting] = _run(writers, some, max_tokens, rounds, lambda at, s=setting: progress(f"{s}: {at}"))  # type: ignore[misc]
+    return {"where": provenance(), "settings": {"prompts": count, "max_tokens": max_tokens, "rounds": rounds, "long": long, "plan": FIXED,
+            "profiled": [list(d) for d in chosen.drafters], **how}, "table": found, "making": making(fast)}  # fmt: skip
+
+
+def _run(writers: dict[str, Writer], asked: list[prompts.Prompt], max_tokens: int, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    names = list(writers)
+    seconds: dict[str, dict[str, list[float]]] = {n: {p.id: [] for p in asked} for n in names}
+    nodes: dict[str, list[float]] = {n: [] for n in names}
+    accepted: dict[str, list[int]] = {n: [0, 0] for n in names}
+    for turn in range(rounds):
+        for i, prompt in enumerate(asked):
+            progress(f"round {turn + 1} of {rounds}, {prompt.id}")
+            for name in (names + names)[(i + turn) % len(names) :][: len(names)]:
+                seq = writers[name](prompt, max_tokens)
+                seconds[name][prompt.id].append(seconds_per_token(seq))
+                nodes[name].append(sum(sum(r.drafted) for r in seq.records) / len(seq.records))
+                accepted[name][0] += sum(sum(r.accepted) for r in seq.records)
+                accepted[name][1] += sum(sum(r.drafted) for r in seq.records)
+    out = {}
+    for name in names:
+        by_round = [geometric_mean([seconds[PLAIN][p.id][t] / seconds[name][p.id][t] for p in asked]) for t in range(rounds)]
+        whole = geometric_mean([median(seconds[PLAIN][p.id]) / median(seconds[name][p.id]) for p in asked])
+        out[name] = {"ratio": whole, "low": min(by_round), "high": max(by_round), "nodes": sum(nodes[name]) / len(nodes[name]),
+                     "acceptance": accepted[name][0] / max(accepted[name][1], 1)}  # fmt: skip
+    return out
+
+
+def making(rt: Runtime, plans: int = 200, finds: int = 10_000) -> dict[str, float]:
+    """Milliseconds from a plan to its generated step, passes included; microseconds to find it again. Medians."""
+    engine = rt.engine
+    jit = Jit([[n] for n in engine.bits], dict.fromkeys(engine.bits, True), engine.bits, hot=0)
+    jit.module("greedy")
+    took = []
+    for n in range(plans):
+        plan = Plan((("lookup", 1 + n % 16, 1 + n % 3), ("model", 1 + n // 16, 1)), n)
+        start = time.perf_counter()
+        jit.get("greedy", plan, FACTS)
+        took.append(time.perf_counter() - start)
+    found = []
+    for _ in range(finds):
+        start = time.perf_counter()
+        jit.get("greedy", plan, FACTS)
+        found.append(time.perf_counter() - start)
+    return {"compile_ms": 1e3 * median(took), "worst_ms": 1e3 * max(took), "hit_us": 1e6 * median(found)}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    table = result["table"]
+    lines = [f"| times as fast as plain (low..high of rounds) | {' | '.join(table)} |", "|---" * (len(table) + 1) + "|"]
+    for name in next(iter(table.values())):
+        cells = [f"{t[name]['ratio']:.2f} ({t[name]['low']:.2f}..{t[name]['high']:.2f})" for t in table.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| nodes verified a step, share accepted | {' | '.join(table)} |", "|---" * (len(table) + 1) + "|"]
+    for name in next(iter(table.values())):
+        cells = [f"{t[name]['nodes']:.1f}, {t[name]['acceptance']:.0%}" for t in table.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    made, plan = result["making"], " ".join(f"{n}:{d}" for n, d, _ in result["settings"]["profiled"]) or "plain"
+    lines += ["", f"The profile's plan: {plan}. From a plan to its generated step {made['compile_ms']:.2f} ms (worst {made['worst_ms']:.1f}); found again "
+              f"in {made['hit_us']:.2f} us."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def save(result: dict[str, Any], folder: Path) -> None:
+    save_as(folder, "passes", json.dumps(result, indent=1), markdown(result))
