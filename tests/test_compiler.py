@@ -2,17 +2,25 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from enumeration import Enumerator, completed, distance, law
+from enumeration import plain as plain_law
 from programs import NAMES, Picky, random_plan, random_program, written
+from test_exact_enumeration import PROMPT, Bench
 from xdsl.dialects.builtin import ModuleOp
 
 from outrider.compiler import jit as jit_module
 from outrider.compiler.pipeline import BACK, FRONT, PASSES, Pipeline, passes
 from outrider.control.fixed import Told
-from outrider.core.types import Plan
+from outrider.core.errors import OutriderError
+from outrider.core.types import Plan, Request, SamplingParams
 from outrider.ir.text import parse, programs, show
+from outrider.measure.cost import best_tree
+from outrider.runtime import engine as engine_module
+from outrider.runtime.engine import Engine
 
 RULES = ("greedy", "coupled", "exact")
 
@@ -180,3 +188,73 @@ def test_a_program_of_ones_own_is_run(tmp_path: Any) -> None:
     module: ModuleOp = parse(TWICE)
     texts, records, _engine = written(lambda rule: module.clone(), lambda: ALL, "greedy", rows=1)
     assert texts and all(r.levels.get("lookup") is None for r in records), "it asks no lookup"
+
+
+LAWFUL = {
+    "a fixed tree": '%d = outrider.propose "model" on %text depth 2 width 2 shape "-1 -1 0" : sampled',
+    "out of order": '%d = outrider.propose "model" on %text depth 3 width 2 order "best-first" : sampled',
+    "points pruned before the union": '%l = outrider.propose "lookup" on %text depth 2 width 2 : point\n%p = outrider.prune %l budget 1\n'
+    '%m = outrider.propose "model" on %text depth 2 width 1 : sampled\n%d = outrider.union %p, %m',
+    "drawn below points": '%l = outrider.propose "lookup" on %text depth 1 width 1 : point\n%d = outrider.propose "model" after %l depth 1 width 2 : sampled',
+    "two that draw": '%m = outrider.propose "model" on %text depth 1 width 1 : sampled\n%o = outrider.propose "other" on %text depth 2 width 1 : sampled\n'
+    '%d = outrider.union %o, %m',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hot", [None, 0])
+@pytest.mark.parametrize("made", LAWFUL)
+def test_exact_text_of_lawful_programs(monkeypatch: pytest.MonkeyPatch, made: str, hot: int | None) -> None:
+    """Every way that a step can go, by enumeration: the target's distribution."""
+    text = f"""outrider.program @lawful {{
+      %text = outrider.context
+      {LAWFUL[made]}
+      %s = outrider.score %d on %text by "target"
+      %o1 = outrider.accept %d, %s by "exact"
+      outrider.commit %o1
+    }}"""
+    bench, sampling, drafted = Bench(monkeypatch, 3), SamplingParams(temperature=1.0, max_tokens=3), [0]
+
+    def once(noise: Enumerator) -> tuple[int, ...]:
+        monkeypatch.setattr(engine_module, "_noise", lambda seqs: noise.fresh())
+        plan = Plan(tuple((name, 3, 2) for name in bench.drafters))
+        engine = Engine(bench.target, bench.drafters, Told(lambda seqs: (plan, "told")), 1, source=lambda rule: parse(text), hot=hot)
+        seq = engine.submit(Request("r", PROMPT, sampling, seed=0, rule="exact"))
+        engine.step()
+        engine.cancel(seq)
+        drafted[0] = max(drafted[0], *seq.records[0].drafted)
+        return tuple(seq.generated)
+
+    p = plain_law(bench.target, PROMPT, sampling)
+    assert distance(completed(law(once), p, 3), completed({(): 1.0}, p, 3)) < 1e-9 and drafted[0] >= (1 if "points" in made else 2)
+
+
+def test_the_best_tree_is_the_best_of_all() -> None:
+    """Against every tree of up to six nodes."""
+
+    def trees(nodes: int) -> list[list[int]]:
+        found = [[-1]]
+        for _ in range(nodes - 1):
+            found = [[*t, parent] for t in found for parent in range(t[-1], len(t))]
+        return found
+
+    def worth(parents: list[int], ranks: list[float]) -> float:
+        chance: list[float] = []
+        for i, parent in enumerate(parents):
+            rank = parents[:i].count(parent)
+            chance.append((ranks[rank] if rank < len(ranks) else 0.0) * (1.0 if parent < 0 else chance[parent]))
+        return sum(chance)
+
+    for ranks in ([0.6, 0.3, 0.1], [0.9, 0.05], [0.34, 0.33, 0.33], [0.5]):
+        for nodes in range(1, 7):
+            mine = best_tree(ranks, nodes, 6)
+            assert worth(mine, ranks) == pytest.approx(max(worth(t, ranks) for t in trees(nodes)))
+        assert max(sum(1 for _ in _path(best_tree(ranks, 8, 2), n)) for n in range(len(best_tree(ranks, 8, 2)))) <= 2
+    for wrong in ([], [0.2, 0.5], [1.2], [0.0]):
+        with pytest.raises(OutriderError, match="no chances by rank"):
+            best_tree(wrong, 4, 4)
+
+
+def _path(parents: list[int], node: int) -> Iterator[int]:
+    while node >= 0:
+        yield node
+        node = parents[node]

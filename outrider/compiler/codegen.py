@@ -16,7 +16,7 @@ from outrider.core.sampling import decided
 from outrider.core.types import Draft
 from outrider.ir.deciding import AcceptOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import AgreeOp, EmptyOp, ProposeOp, PruneOp, UnionOp
-from outrider.ir.types import FREE, ON, OVER, DraftType, rule_of, shown, value_of
+from outrider.ir.types import FREE, ON, OVER, DraftType, parents_of, rule_of, shown, value_of
 from outrider.verify.exact import walk
 
 Step = Callable[[Parts, Now], Done]
@@ -121,7 +121,7 @@ class _Writer:
         self.all |= {op}
         seen = ", ".join(f"*{self.names[v]}" for v in op.operands if isinstance(v.type, DraftType))
         again = any(isinstance(o, ProposeOp) and o.name_of == op.name_of for o in self.all if o is not op)
-        plain = op.how.data == ON and "blind" not in op.properties and (op.order is None or op.order.data == "level")
+        plain = op.how.data == ON and "blind" not in op.properties and (op.order is None or op.order.data == "level") and op.shape is None
         if plain and self.facts.free and not again:
             self.levels(op)
             self.name(op, f"[*sorted({{{seen}}}), *range(first, len(full))]" if seen else "list(range(first, len(full)))", own=op)
@@ -130,7 +130,17 @@ class _Writer:
         at = "[]" if how == ON else self.names[op.at]
         starts = f'forest.starts("{how}", {at}, "{name}", own={isinstance(op.at.owner, AgreeOp)})'
         size = "" if how == OVER else f", {value_of(op.depth)}, {value_of(op.width)}"
-        verb = "over" if how == OVER else "best_first" if op.order is not None and op.order.data == "best-first" else "grow"
+        if op.shape is not None:
+            size = f", {parents_of(op.shape.data)}"
+        verb = (
+            "shaped"
+            if op.shape is not None
+            else "over"
+            if how == OVER
+            else "best_first"
+            if op.order is not None and op.order.data == "best-first"
+            else "grow"
+        )
         self.say(f"    # {_words(op)}")
         self.say(f'    grown = forest.{verb}("{name}", {starts}, {f"sorted({{{seen}}})" if seen else "[]"}{size})')
         self.say("    full = forest.full")

@@ -14,7 +14,7 @@ from outrider.core import tree
 from outrider.core.types import Draft
 from outrider.ir.deciding import AcceptOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import AgreeOp, ContextOp, EmptyOp, ProposeOp, PruneOp, RelayOp, UnionOp
-from outrider.ir.types import AFTER, FREE, ON, OVER, DraftType, rule_of, shown, value_of
+from outrider.ir.types import AFTER, FREE, ON, OVER, DraftType, parents_of, rule_of, shown, value_of
 
 
 def interpret(program: ProgramOp, parts: Parts, now: Now) -> Done:
@@ -62,6 +62,8 @@ def _propose(op: ProposeOp, forest: Forest, known: dict[SSAValue, Any]) -> list[
     starts = forest.starts(how, [] if how == ON else known[op.at], name, own=isinstance(op.at.owner, AgreeOp))
     if how == OVER:
         return forest.over(name, starts, seen)
+    if op.shape is not None:
+        return forest.shaped(name, starts, seen, parents_of(op.shape.data))
     grow = forest.best_first if op.order is not None and op.order.data == "best-first" else forest.grow
     return grow(name, starts, seen, value_of(op.depth) or 0, value_of(op.width) or 1)
 

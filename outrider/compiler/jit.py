@@ -4,18 +4,21 @@ do not begins a tier lower and is promoted in its turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from outrider.compiler.codegen import compiled
 from outrider.compiler.interpret import interpret
-from outrider.compiler.passes.lower import Lower
+from outrider.compiler.passes.lower import Lower, refuse
 from outrider.compiler.passes.schedule import Schedule
 from outrider.compiler.passes.specialize import fill
 from outrider.compiler.pipeline import BACK, FRONT, Pipeline, find, passes
 from outrider.compiler.step import Done, Facts, Now, Parts
+from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
-from outrider.ir.build import program
-from outrider.ir.text import programs
+from outrider.ir.build import pick, program
+from outrider.ir.drafting import AgreeOp, ProposeOp, RelayOp
+from outrider.ir.text import parse, programs
 
 HOT = 3  # steps of a plan after which code is written for it
 MOST = 512  # plans that are remembered
@@ -37,7 +40,7 @@ class Entry:
 @dataclass
 class Jit:
     """stages, draws, chain: see ir.build.program. `hot`: steps before code is written (0: at once; None: never). `front`, `back`:
-    the passes; `source`: a program to run in place of the default one, as a function of the rule."""
+    the passes; `source`: a program to run in place of the default one, as a function of the rule; None: the default one."""
 
     stages: Stages
     draws: Mapping[str, bool]
@@ -68,7 +71,8 @@ class Jit:
     def module(self, rule: str) -> Any:
         """The program of a rule, as the passes before any plan leave it."""
         if rule not in self.modules:
-            made = self.source(rule) if self.source else program(self.stages, self.draws, rule, chain=self.chain)
+            made = self.source(rule) if self.source else None
+            made = made or program(self.stages, self.draws, rule, chain=self.chain)
             self.modules[rule] = Pipeline(passes(self.front)).run(made)
         return self.modules[rule]
 
@@ -79,3 +83,21 @@ class Jit:
         order = " ".join(f"{name}:{i}" for i, (name, _, _) in enumerate(plan.drafters, 1))  # a plan names them in the order that pays
         made_by = [Schedule(costs=order) if name == "schedule" else find(name)() for name in back if name != "specialize"]
         return Pipeline(made_by, each=False).run(made)
+
+
+def of_file(file: Path, drafters: Mapping[str, Any]) -> Callable[[str], Any]:
+    """A `source` of what a file says. Raises OutriderError with the place of what is wrong, and for what cannot be run here."""
+    try:
+        module = parse(file.read_text("utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as bad:
+        raise OutriderError(f"{file} cannot be read", str(bad), "the name of a text file") from bad
+    for one in programs(module):
+        asked = {op.drafter.data for op in one.body.block.ops if isinstance(op, ProposeOp | RelayOp | AgreeOp)}
+        if missing := sorted(asked - set(drafters)):
+            raise OutriderError(
+                f"@{one.sym_name.data} asks '{missing[0]}' to draft", f"loaded are {sorted(drafters)}", f"drafters=[..., '{missing[0]}']"
+            )  # type: ignore[attr-defined]
+    fill(tried := module.clone(), Plan(tuple((name, 1, 1) for name in drafters)))
+    for one in programs(tried):
+        refuse(one)
+    return lambda rule: pick(module, rule)

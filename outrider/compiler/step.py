@@ -229,6 +229,26 @@ class Forest:
             rounds += 1
         return self._grown(name, rounds, before, seen)
 
+    def shaped(self, name: str, starts: Places, seen: list[int], parents: list[int]) -> list[int]:
+        """A fixed tree below every start: each node gets as many children as the shape has, its likeliest first."""
+        before, hidden, bit, level = len(self.full), set(range(len(self.full))).difference(seen), self.parts.bits[name], 0
+        frontier = [(p, -1) for p in starts]  # place, and which node of the shape it is
+        while frontier:
+            wanted = {at: [n for n, parent in enumerate(parents) if parent == at] for _, at in frontier}
+            asked = self.parts.controller.more(
+                self.now.seqs, name, self.full, likely(self.now.seqs, self.full, [p for p, at in frontier if wanted[at]])
+            )
+            below: list[tuple[int, int]] = []
+            for count in sorted({len(wanted[at]) for p, at in frontier if p in asked}):
+                some = self.fitting([p for p, at in frontier if p in asked and len(wanted[at]) == count], count)
+                if some:
+                    self.extend(name, some, count, hidden, 1)
+                for place, at in [(p, at) for p, at in frontier if p in some]:
+                    made = [n for n, parent in enumerate(self.full.parent) if parent == place and self.full.source[n] & bit and n not in hidden]
+                    below += zip(sorted(made, key=lambda n: (-self.full.score[n], n)), wanted[at], strict=False)
+            level, frontier = level + bool(below), below
+        return self._grown(name, level, before, seen)
+
     def fitting(self, places: Places, width: int) -> Places:
         return fitting(self.full, places, width, self.room, self.caps)
 

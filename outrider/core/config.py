@@ -137,7 +137,8 @@ class LoadSettings:
     profile: "auto" (what was measured and learned is kept in the cache folder), "off", or a file. rows: requests that run together. context:
     tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
-    of torch, for the whole process. quantise: "int8" keeps the target's linear weights in 8-bit integers: another
+    of torch, for the whole process. program: a file of pipelines in the language of docs/ir.md, run for requests of their rules in place of the
+    usual ones. quantise: "int8" keeps the target's linear weights in 8-bit integers: another
     target, not a faster way to the same text.
     """
 
@@ -158,6 +159,7 @@ class LoadSettings:
     strict: bool = False
     threads: int | None = None
     quantise: str | None = None
+    program: str | Path | None = None
 
 
 def _share(objective: object) -> bool:

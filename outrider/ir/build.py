@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import ModuleOp, UnitAttr
 from xdsl.ir import Block, Operation, Region, SSAValue
 
 from outrider.ir.deciding import AcceptOp, CommitOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import ContextOp, EmptyOp, ProposeOp, PruneOp, RelayOp, UnionOp
-from outrider.ir.types import FREE, POINT, SAMPLED, kind_of
+from outrider.ir.text import programs
+from outrider.ir.types import FREE, POINT, SAMPLED, kind_of, rule_of
 
 
 def program(stages: Sequence[Sequence[str]], draws: Mapping[str, bool], rule: str, *, chain: bool = False, name: str = "default") -> ModuleOp:
@@ -24,6 +25,19 @@ def program(stages: Sequence[Sequence[str]], draws: Mapping[str, bool], rule: st
     accept = AcceptOp(prune.out, score.out, rule)
     ops += [last, prune, score, accept, CommitOp(accept.out)]
     return ModuleOp([ProgramOp(name, Region(Block(ops)))])
+
+
+def pick(module: ModuleOp, rule: str) -> ModuleOp | None:
+    """Of a module's programs the one for requests of a rule; greedy ones take any, at temperature 0. None where there is none."""
+    rules = {rule_of(op): op for p in reversed(programs(module)) if (op := p.body.block.last_op) is not None}
+    last = rules.get(rule) or (next(iter(reversed(rules.values())), None) if rule == "greedy" else None)
+    if last is None or last.parent_op() is None:
+        return None
+    chosen = last.parent_op().clone()  # type: ignore[union-attr]
+    for op in chosen.walk():
+        if isinstance(op, AcceptOp) and rule == "greedy" and op.rule.data != "greedy":
+            op.cold = UnitAttr()
+    return ModuleOp([chosen])
 
 
 def _stage(stage: Sequence[str], kinds: Mapping[str, str], text: SSAValue, ops: list[Operation]) -> SSAValue:

@@ -27,6 +27,7 @@ from outrider.ir.types import (
     lawful,
     number,
     operand,
+    parents_of,
     shown,
     value_of,
 )
@@ -72,7 +73,7 @@ class EmptyOp(IRDLOperation):
 class ProposeOp(IRDLOperation):
     """A drafter guesses, level by level: `on` a context, from its roots; `over` a draft, one level below each of its places, at
     once; `after` a draft, below its leaves. With `beside`, what is guessed again is found there and not drafted twice.
-    `sample`: which of several independent draws this is. The result holds what is new, and the drafts it was made
+    `sample`: which of several independent draws this is; `shape`: the parents of a fixed tree's nodes. The result holds what is new, and the drafts it was made
     after or beside. `blind`, `bounded`: see compiler/passes/lower.py."""
 
     name = "outrider.propose"
@@ -86,6 +87,7 @@ class ProposeOp(IRDLOperation):
     width = opt_prop_def(IntegerAttr)
     sample = opt_prop_def(IntegerAttr)
     order = opt_prop_def(StringAttr)
+    shape = opt_prop_def(StringAttr)
     device = opt_prop_def(StringAttr)
     blind = opt_prop_def(UnitAttr)
     bounded = opt_prop_def(UnitAttr)
@@ -96,10 +98,10 @@ class ProposeOp(IRDLOperation):
 
     def __init__(
         self, drafter: str, at: SSAValue, kind: str, *, how: str = ON, beside: Sequence[SSAValue] = (), depth: int | None = None,
-        width: int | None = None, sample: int | None = None, order: str | None = None, device: str | None = None,
+        width: int | None = None, sample: int | None = None, order: str | None = None, shape: str | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
         held = [kind_of(d) for d in beside] + ([kind_of(at)] if how != ON else [])
-        text = {"drafter": drafter, "how": how, "own": kind, "order": order, "device": device}
+        text = {"drafter": drafter, "how": how, "own": kind, "order": order, "shape": shape, "device": device}
         super().__init__(
             operands=[at, list(beside)],
             result_types=[draft(joined([kind, *held]))],
@@ -125,7 +127,7 @@ class ProposeOp(IRDLOperation):
         if parser.parse_optional_keyword("beside"):
             beside = parser.parse_comma_separated_list(parser.Delimiter.NONE, lambda: draft_operand(parser))
         given: dict[str, Any] = {word: value_of(hole(parser, word)) for word in ("depth", "width", "sample")}
-        given |= {word: parser.parse_str_literal() for word in ("order", "device") if parser.parse_optional_keyword(word)}
+        given |= {word: parser.parse_str_literal() for word in ("order", "shape", "device") if parser.parse_optional_keyword(word)}
         parser.parse_punctuation(":")
         start, kind = parser.pos, parser.parse_identifier("a kind")
         if kind not in (POINT, SAMPLED):
@@ -146,7 +148,7 @@ class ProposeOp(IRDLOperation):
             printer.print_string(f" depth {shown(self.depth)} width {shown(self.width)}")
         if self.sample is not None:
             printer.print_string(f" sample {shown(self.sample)}")
-        for word, value in (("order", self.order), ("device", self.device)):
+        for word, value in (("order", self.order), ("shape", self.shape), ("device", self.device)):
             if value is not None:
                 printer.print_string(f' {word} "{value.data}"')
         printer.print_string(f" : {self.own.data}" + "".join(f" {mark}" for mark in self.MARKS if mark in self.properties))
@@ -158,6 +160,8 @@ class ProposeOp(IRDLOperation):
             raise VerifyException(f"'{self.name_of}' at width {width} would guess nothing; depth 0 says so")
         if self.order is not None and self.order.data not in self.ORDERS:
             raise VerifyException(f"'{self.order.data}' is no order of growth: {', '.join(self.ORDERS)}")
+        if self.shape is not None:
+            parents_of(self.shape.data)
         if self.beside:
             lawful(self, [self.own.data, *map(kind_of, self.beside)], f"'{self.name_of}' beside other guesses makes one node of two that are equal")
         if self.how.data == OVER:

@@ -89,6 +89,14 @@ def value_of(attr: Attribute | None) -> int | None:
     return attr.value.data if isinstance(attr, IntegerAttr) else None
 
 
+def parents_of(shape: str) -> list[int]:
+    """The nodes of a fixed tree, by their parents, which stand before them; -1 for the root. Siblings in the order of their rank."""
+    words = shape.split()
+    if not words or any(not w.removeprefix("-").isdigit() or not -1 <= int(w) < i for i, w in enumerate(words)):
+        raise VerifyException(f"'{shape}' is no tree: each node's parent, -1 for the root, before it, as in '-1 -1 0 0 1'")
+    return [int(w) for w in words]
+
+
 def rule_of(op: Operation) -> str | None:
     """By which rule the program of an operation accepts."""
     block = op.parent

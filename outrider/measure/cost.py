@@ -5,9 +5,13 @@ A table has a *curve* per situation, seconds by number of nodes or levels. Curve
 present `pace`, so that a machine that is slow for a minute changes no decision. Knows nothing of models.
 """
 
+import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from outrider.core.errors import OutriderError
 
 DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
@@ -36,6 +40,24 @@ def operations(alpha: float, gamma: int, c_ops: float) -> float:
 def best_depth(alpha: float, c: float, limit: int = 64) -> int:
     """The gamma <= limit with the largest speed-up; 0 when drafting does not pay."""
     return max(range(limit + 1), key=lambda gamma: speedup(alpha, gamma, c))
+
+
+def best_tree(ranks: Sequence[float], nodes: int, depth: int) -> list[int]:
+    """Parents (-1: the root) of the tree of `nodes` nodes, at most `depth` deep, of which most are expected to be accepted, if the
+    k-th likeliest child of an accepted node is with probability ranks[k], which do not rise (Sequoia, 2402.12374: where
+    siblings are in that order its dynamic programme takes the most probable nodes)."""
+    if not ranks or any(not 0 < p <= 1 for p in ranks) or list(ranks) != sorted(ranks, reverse=True):
+        raise OutriderError(f"{list(ranks)} are no chances by rank", "", "probabilities that do not rise, as in 0.7, 0.2, 0.05")
+    parents: list[int] = []
+    open_ = [(-ranks[0], 1, -1, 0)]  # minus the chance of the whole path, depth, parent, rank
+    while open_ and len(parents) < nodes:
+        chance, level, parent, rank = heapq.heappop(open_)
+        parents.append(parent)
+        if rank + 1 < len(ranks):
+            heapq.heappush(open_, (chance / ranks[rank] * ranks[rank + 1], level, parent, rank + 1))
+        if level < depth:
+            heapq.heappush(open_, (chance * ranks[0], level + 1, len(parents) - 1, 0))
+    return parents
 
 
 class Situation(NamedTuple):

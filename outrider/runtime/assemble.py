@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from outrider.compiler.jit import of_file
 from outrider.compiler.pipeline import FRONT
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
@@ -78,6 +79,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     names = iter(parts)
     stages = [[next(names) for _ in group] for group in groups]
     made: dict[str, Any] = {} if model.compiled is None else {"front": tuple(p for p in FRONT if p != "inline-early-exit")}  # those steps are whole
+    if s.program is not None:
+        made["source"] = of_file(Path(s.program), parts)
     if s.compile == "wait":
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
     if s.strict:

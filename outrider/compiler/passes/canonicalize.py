@@ -101,9 +101,9 @@ def _propose(op: ProposeOp) -> bool:
 
 def _again(op: ProposeOp, at: SSAValue, how: str, beside: list[SSAValue]) -> bool:
     """The same proposal from another place."""
-    order, device = (a.data if a else None for a in (op.order, op.device))
+    order, shape, device = (a.data if a else None for a in (op.order, op.shape, op.device))
     numbers = {"depth": 1 if op.how.data == OVER else value_of(op.depth), "width": value_of(op.width), "sample": value_of(op.sample)}
-    Rewriter.replace_op(op, ProposeOp(op.name_of, at, op.own.data, how=how, beside=beside, order=order, device=device, **numbers))
+    Rewriter.replace_op(op, ProposeOp(op.name_of, at, op.own.data, how=how, beside=beside, order=order, shape=shape, device=device, **numbers))
     return True
 
 

@@ -26,11 +26,11 @@ def _merge(union: UnionOp) -> None:
     base: list[SSAValue] = []
     apart: list[SSAValue] = []
     proposals: list[ProposeOp] = []
-    for arm in union.arms:
+    for arm in dict.fromkeys(union.arms):
         one = arm.owner
         if not (free or kind_of(arm) == POINT):
             apart.append(arm)
-        elif isinstance(one, ProposeOp) and len(list(arm.uses)) == 1:
+        elif isinstance(one, ProposeOp) and all(use.operation is union for use in arm.uses):
             proposals.append(one)
         else:
             base.append(arm)
@@ -46,10 +46,10 @@ def _beside(one: ProposeOp, base: list[SSAValue], before: UnionOp) -> ProposeOp:
     """The proposal, made beside `base`."""
     block = one.parent
     assert block is not None
-    order, device = (a.data if a else None for a in (one.order, one.device))
+    order, shape, device = (a.data if a else None for a in (one.order, one.shape, one.device))
     grown = ProposeOp(
         one.name_of, one.at, one.own.data, how=one.how.data, beside=[*one.beside, *base], depth=value_of(one.depth),
-        width=value_of(one.width), sample=value_of(one.sample), order=order, device=device,
+        width=value_of(one.width), sample=value_of(one.sample), order=order, shape=shape, device=device,
     )  # fmt: skip
     grown.out.name_hint = one.out.name_hint
     block.insert_op_before(grown, before)

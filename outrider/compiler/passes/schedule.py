@@ -14,31 +14,47 @@ from outrider.ir.deciding import ProgramOp
 from outrider.ir.drafting import ProposeOp, UnionOp
 from outrider.ir.text import programs
 from outrider.ir.types import ON, OVER, value_of
+from outrider.ir.types import number as number_attr
+from outrider.measure.cost import best_tree
 
 UNKNOWN = 1e9  # last
 
 
 @dataclass(frozen=True)
 class Schedule(ModulePass):
-    """`costs`: words like `lookup:0.02 model:0.3`, what asking a drafter costs (none: the order stands); `devices`: words like
+    """`trees`: words like `model:0.7,0.2,0.05`, how often a drafter's k-th likeliest child is right: it draws the best tree of `nodes` nodes, at
+    most as deep as its plan. `costs`: words like `lookup:0.02 model:0.3`, what asking a drafter costs (none: the order stands); `devices`: words like
     `model:cuda-1`, drafters that do not share the target's device; `order`: best-first or level, of trees."""
 
     name = "schedule"
     costs: str = ""
     devices: str = ""
     order: str = "level"
+    trees: str = ""
+    nodes: int = 16
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         costs = {name: float(x) for name, x in _pairs(self.costs, number=True).items()}
-        devices = _pairs(self.devices)
+        devices, trees = _pairs(self.devices), {name: [float(x) for x in ranks.split(",")] for name, ranks in _pairs(self.trees).items()}
         for program in programs(op):
             for one in [o for o in program.body.block.ops if isinstance(o, ProposeOp)]:
                 if one.name_of in devices:
                     one.device = StringAttr(devices[one.name_of])
-                if one.order is None and (value_of(one.width) or 1) > 1 and one.how.data != OVER and self.order != "level":
+                if one.name_of in trees and one.how.data == ON:
+                    _shape(one, trees[one.name_of], self.nodes)
+                elif one.order is None and (value_of(one.width) or 1) > 1 and one.how.data != OVER and self.order != "level":
                     one.order = StringAttr(self.order)
             if costs:
                 _sort(program, costs)
+
+
+def _shape(one: ProposeOp, ranks: list[float], nodes: int) -> None:
+    parents = best_tree(ranks, nodes, value_of(one.depth) or nodes)
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    one.shape = StringAttr(" ".join(map(str, parents)))
+    one.depth, one.width = number_attr(max(depth)), number_attr(max(parents.count(p) for p in parents))
 
 
 def _pairs(text: str, *, number: bool = False) -> dict[str, str]:
@@ -89,9 +105,9 @@ def _restring(last: ProposeOp, links: list[ProposeOp], wanted: list[ProposeOp]) 
     assert block is not None
     goal, before = last, base
     for one in wanted:
-        order, device = (a.data if a else None for a in (one.order, one.device))
+        order, shape, device = (a.data if a else None for a in (one.order, one.shape, one.device))
         made = ProposeOp(one.name_of, one.at, one.own.data, beside=before, depth=value_of(one.depth), width=value_of(one.width),
-                         sample=value_of(one.sample), order=order, device=device)  # fmt: skip
+                         sample=value_of(one.sample), order=order, shape=shape, device=device)  # fmt: skip
         block.insert_op_before(made, goal)
         before = [made.out]
     last.out.replace_all_uses_with(before[0])

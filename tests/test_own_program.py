@@ -1,0 +1,63 @@
+"""Programs that users write: run for requests of their rule, refused where they cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+import outrider
+from outrider.core.errors import OutriderError
+
+TEXT = "Once upon a time there was a small boat. The small boat"
+PROGRAM = """outrider.program @mine {
+  %text = outrider.context
+  %near = outrider.propose "lookup" on %text depth 3 width 1 : point
+  %kept = outrider.prune %near budget 2
+  %scores = outrider.score %kept on %text by "target"
+  %outcome = outrider.accept %kept, %scores by "coupled"
+  outrider.commit %outcome
+}
+"""
+
+
+def runtime(tmp_path: Path, text: str, **how: object) -> outrider.Runtime:
+    file = tmp_path / "mine.mlir"
+    file.write_text(text)
+    return outrider.load(None, ["lookup"], program=file, compile="off", dtype="float32", **{"depth": 8, **how})
+
+
+def test_a_program_of_ones_own_is_what_runs(tmp_path: Path) -> None:
+    """Its numbers stand, whatever the plan says; greedy requests run it at temperature 0, those of another rule the usual one."""
+    rt = runtime(tmp_path, PROGRAM)
+    for how in ({}, {"temperature": 1.0, "seed": 3}):
+        plain = rt.generate(TEXT, max_tokens=40, speculation="off", **how)
+        rt.engine.ring.clear()
+        assert rt.generate(TEXT, max_tokens=40, **how).tokens == plain.tokens
+        assert max(max(r.drafted) for r in rt.engine.ring) <= 2 and (how or any(any(r.trimmed) for r in rt.engine.ring))
+    rt.engine.ring.clear()
+    rt.generate(TEXT, max_tokens=40, temperature=1.0, rule="exact")
+    assert "@default" in str(rt.engine.jit.module("exact")) or 'sym_name = "default"' in str(rt.engine.jit.module("exact"))
+    assert "@mine" in rt.program()["program"] and 'by "greedy"' in rt.program()["program"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('"lookup"', '"model"', "@mine asks 'model' to draft"),
+        ('by "coupled"', 'by "block"', "the rule 'block' has no step yet"),
+        ("%scores by", "%scoers by", "mine.mlir:6:"),
+        (": point", ": sampled", "draws twice"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    text = PROGRAM.replace(old, new)
+    if "twice" in sentence:
+        again = '  %near2 = outrider.propose "lookup" on %text depth 2 width 1 : sampled\n  %kept = outrider.union %near, %near2\n'
+        text = text.replace("  %kept = outrider.prune %near budget 2\n", again).replace("coupled", "exact")
+    with pytest.raises(OutriderError) as refused:
+        runtime(tmp_path, text)
+    assert sentence in str(refused.value)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(OutriderError, match="cannot be read"):
+        outrider.load(None, ["lookup"], program="/nowhere/x.mlir", compile="off")
