@@ -20,6 +20,7 @@ from outrider.bench.schedule import PLAIN, Writer, seconds_per_token
 from outrider.compiler.jit import Jit
 from outrider.compiler.opt import PLAIN as FACTS
 from outrider.compiler.passes.specialize import plan_of, profiled
+from outrider.compiler.pipeline import FRONT
 from outrider.control.fixed import fixed
 from outrider.core.sockets import Controller
 from outrider.core.types import Plan, Sequence
@@ -41,6 +42,8 @@ NAIVE = """outrider.program @naive {
 }
 """
 FIXED = "lookup:8 model:4"
+EXIT = "early-exit:3"
+WHOLE = tuple(name for name in FRONT if name != "inline-early-exit")
 STEPS = ("canonicalize", "cse", "merge-tries", "dce")  # the program has no relay and no early exit
 ABROAD = (
     "Der alte Leuchtturmwärter zählte jeden Abend die Schiffe, die", "Le mardi, la boulangère pesait la farine en chantant et",
@@ -123,7 +126,8 @@ def ablation(
         writers = {PLAIN: Writer(plain), **contenders(fast, chosen)}
         found[setting] = _run(writers, some, max_tokens, rounds, lambda at, s=setting: progress(f"{s}: {at}"))  # type: ignore[misc]
     return {"where": provenance(), "settings": {"prompts": count, "max_tokens": max_tokens, "rounds": rounds, "long": long, "plan": FIXED,
-            "profiled": [list(d) for d in chosen.drafters], **how}, "table": found, "making": making(fast)}  # fmt: skip
+            "profiled": [list(d) for d in chosen.drafters], **how}, "table": found, "making": making(fast),
+            "inlined": inlined(max(count // 2, 1), max_tokens, rounds, progress, how)}  # fmt: skip
 
 
 def _run(writers: dict[str, Writer], asked: list[prompts.Prompt], max_tokens: int, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -147,6 +151,34 @@ def _run(writers: dict[str, Writer], asked: list[prompts.Prompt], max_tokens: in
         out[name] = {"ratio": whole, "low": min(by_round), "high": max(by_round), "nodes": sum(nodes[name]) / len(nodes[name]),
                      "acceptance": accepted[name][0] / max(accepted[name][1], 1)}  # fmt: skip
     return out
+
+
+def inlined(count: int, max_tokens: int, rounds: int, progress: Callable[[str], None], how: dict[str, Any]) -> dict[str, Any]:
+    """The two passes that inline, each on a pipeline that has what it inlines, by the six categories. Early exits run eagerly, beside eager
+    plain steps: compiled steps are whole."""
+    asked = [p for c in prompts.CATEGORIES for p in prompts.load(c)[:count]]
+    eager = {**how, "compile": "off"}
+    plain, exits = outrider.load(reference.target(), [], **eager), outrider.load(reference.target(), [EXIT], **eager, depth=2)
+    staged = outrider.load(reference.target(), [f"staged:lookup>model:{reference.draft()}"], **how, depth=4)
+    fast = outrider.load(reference.target(), [], **how)
+    both = Plan((("lookup", 8, 1), ("model", 4, 1)))
+    tables = {
+        "eager, early exit": {
+            PLAIN: Writer(plain), f"{EXIT}, two ahead": Stage(exits, fixed(Plan(((EXIT, 2, 1),))), _usual(exits, [[EXIT]], WHOLE)),
+            "+ inline-early-exit": Stage(exits, fixed(Plan(((EXIT, 2, 1),))), _usual(exits, [[EXIT]], FRONT)),
+        },
+        "staged": {
+            PLAIN: Writer(fast), "model, four ahead": Stage(staged, fixed(Plan((("model", 4, 1),))), _usual(staged, [["model"]], FRONT)),
+            "lookup and model side by side": Stage(staged, fixed(both), _usual(staged, [["lookup"], ["model"]], FRONT)),
+            "lookup relayed to model": Stage(staged, fixed(both), _usual(staged, [["lookup", "model"]], FRONT)),
+        },
+    }  # fmt: skip
+    return {name: _run(writers, asked, max_tokens, rounds, lambda at, n=name: progress(f"{n}: {at}")) for name, writers in tables.items()}  # type: ignore[misc]
+
+
+def _usual(rt: Runtime, stages: list[list[str]], front: tuple[str, ...]) -> Jit:
+    draws = {name: getattr(part, "draws", True) for name, part in rt.engine.drafters.items()}
+    return Jit(stages, draws, rt.engine.bits, front=front, hot=0)
 
 
 def making(rt: Runtime, plans: int = 200, finds: int = 10_000) -> dict[str, float]:
@@ -178,6 +210,12 @@ def markdown(result: dict[str, Any]) -> str:
     for name in next(iter(table.values())):
         cells = [f"{t[name]['nodes']:.1f}, {t[name]['acceptance']:.0%}" for t in table.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "| pipelines to inline | times as fast as plain | nodes, share accepted |", "|---|---|---|"]
+    for title, rows in result["inlined"].items():
+        lines += [
+            f"| {title}: {name} | {t['ratio']:.2f} ({t['low']:.2f}..{t['high']:.2f}) | {t['nodes']:.1f}, {t['acceptance']:.0%} |"
+            for name, t in rows.items()
+        ]
     made, plan = result["making"], " ".join(f"{n}:{d}" for n, d, _ in result["settings"]["profiled"]) or "plain"
     lines += ["", f"The profile's plan: {plan}. From a plan to its generated step {made['compile_ms']:.2f} ms (worst {made['worst_ms']:.1f}); found again "
               f"in {made['hit_us']:.2f} us."]  # fmt: skip
