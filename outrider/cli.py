@@ -245,7 +245,7 @@ def opt(
     """Read, check and rewrite a program, and print it."""
     from outrider.compiler.opt import opt as run
 
-    text, name = (sys.stdin.read(), "<stdin>") if str(file) == "-" else (_read(file), str(file))
+    text, name = (sys.stdin.buffer.read().decode("utf-8", "replace"), "<stdin>") if str(file) == "-" else (_read(file), str(file))
     sys.stdout.write(run(text, name, passes, code=code, seen=(lambda line: print(line, file=sys.stderr)) if print_after_all else None))
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM
 
-from outrider.bench import peers, prompts, run, synthetic
+from outrider.bench import ablation, peers, prompts, run, synthetic
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, markdown, summary
 from outrider.core.errors import OutriderError
@@ -215,3 +215,17 @@ def test_known_shapes_have_the_sizes_of_their_names():
     assert {f.name for f in fields(synthetic.Shape)} == {"hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied"}
     with pytest.raises(OutriderError, match="8b"):
         synthetic.steps("8bb")
+
+
+def test_the_passes_are_set_beside_one_another(monkeypatch):
+    """Every contender writes every prompt of every setting; what passes save in nodes is seen even in a few tokens."""
+    monkeypatch.setattr(prompts, "CATEGORIES", ("story",))
+    monkeypatch.setattr(ablation, "ABROAD", ablation.ABROAD[:1])
+    found = ablation.ablation(1, 6, 1, 60, lambda at: None, compile="off", dtype="float32")
+    assert set(found["table"]) == {"mixed", "long", "low acceptance"}
+    for table in found["table"].values():
+        assert next(iter(table)) == "plain" and table["plain"]["ratio"] == 1.0 and table["plain"]["nodes"] == 0.0
+        assert table["+ cse"]["nodes"] <= table["no passes"]["nodes"] and len(table) == 10
+    assert all("plain" in table for table in found["inlined"].values())
+    text = ablation.markdown(found)
+    assert "+ lower, codegen" in text and "found again" in text

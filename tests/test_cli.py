@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -126,3 +127,32 @@ def test_demo_shows_origins_and_says_whether_the_texts_are_identical(outrider, f
     assert code == 0
     assert "tokens by origin" in out and "draft model" in out
     assert next(line for line in out.splitlines() if line.startswith(" story ")).rstrip().endswith("yes")
+
+
+PROGRAM = Path(__file__).parent / "ir" / "union.mlir"
+
+
+def test_opt_prints_programs_and_code_and_says_where_one_is_wrong(outrider, tmp_path):
+    code, out, err = outrider("opt", PROGRAM, "--passes", "canonicalize,cse", "--print-after-all")
+    assert code == 0 and out.startswith("outrider.program @union {") and out.count("propose") == 4
+    assert "// after canonicalize" in err and "// after cse" in err
+    code, out, _ = outrider("opt", PROGRAM, "--passes", 'specialize{plan="lookup:4"},canonicalize,dce,lower', "--code")
+    assert code == 0 and "def step(parts, now):" in out and '"lookup"' in out and '"model"' not in out
+    code, out, _ = outrider("opt", "-", "--passes", "all", stdin=PROGRAM.read_bytes())
+    assert code == 0 and "beside" in out
+    for words, says in (
+        (("opt", PROGRAM.with_name("illegal_prune.mlir")), "illegal_prune.mlir:7:3: a sampled token may be a reason to stop"),
+        (("opt", PROGRAM, "--passes", "cze"), "unknown pass 'cze'"),
+        (("opt", PROGRAM, "--code"), "is still a hole"),
+        (("opt", tmp_path / "none.mlir"), "cannot be read"),
+    ):
+        code, _, err = outrider(*words)
+        assert code == 2 and says in err
+
+
+def test_plan_shows_the_program_and_its_code(outrider, folders):
+    code, out, _ = outrider("plan", "--target", folders["target"], "--draft", folders["draft"], "--drafters", "lookup", "--code", "--profile", "off")
+    assert code == 0 and "outrider.program @default {" in out and "def step(parts, now):" in out
+    code, out, _ = outrider("plan", "--target", folders["target"], "--code", "--json", "--profile", "off")
+    found = json.loads(out.strip().splitlines()[-1])
+    assert code == 0 and "def step" in found["code"] and "outrider.program" in found["program"]

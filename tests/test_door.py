@@ -1,5 +1,7 @@
 """The door: text in, text out. Generations, streams, stop strings, chats and figures, over folders loaded from disk."""
 
+import gc
+
 import pytest
 from tiny import spelling, tiny_folders
 
@@ -299,3 +301,9 @@ def test_speculation_off_says_so(rt):
 def test_a_draft_gets_the_context_of_the_target(folders):
     runtime = outrider.load(folders["target"], [f"model:{folders['draft']}"], context=100, rows=1)
     assert runtime.engine.drafters["model"].model.spec.context == 100
+
+
+def test_what_the_libraries_hold_is_kept_from_the_collector(folders):
+    """A full collection that looks at all of it would stall a step by a quarter of a second."""
+    outrider.load(folders["target"], [], compile="off")
+    assert gc.get_freeze_count() > 100_000

@@ -1,6 +1,7 @@
 """The language: programs as text, both ways; what is refused, where and with which sentence; golden files of passes."""
 
 import re
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -9,12 +10,15 @@ from filecheck.finput import FInput
 from filecheck.matcher import Matcher
 from filecheck.options import Options
 from filecheck.parser import Parser
+from xdsl.passes import ModulePass
 
 from outrider.compiler.opt import opt
 from outrider.compiler.pipeline import Pipeline, passes
 from outrider.core.errors import OutriderError
 from outrider.ir.build import program
+from outrider.ir.drafting import ProposeOp
 from outrider.ir.text import parse, programs, show, verify
+from outrider.ir.types import number, value_of
 
 FILES = sorted((Path(__file__).parent / "ir").glob("*.mlir"))
 UNION = (Path(__file__).parent / "ir" / "union.mlir").read_text()
@@ -197,3 +201,12 @@ def test_print_after_all_shows_every_pass() -> None:
     opt(UNION, "union", "canonicalize,cse,merge-tries", seen=shown.append)
     assert [s.split(",")[0] for s in shown] == ["// after canonicalize", "// after cse", "// after merge-tries"]
     assert shown[0].count("propose") == 5 and shown[1].count("propose") == 4 and "beside" in shown[2]
+
+
+def test_the_pass_of_the_docs_does_what_they_say() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "extend.md").read_text()
+    scope = {"dataclass": dataclass, "ModulePass": ModulePass, "programs": programs, "ProposeOp": ProposeOp, "value_of": value_of, "number": number,
+             "Context": object, "ModuleOp": object}  # fmt: skip
+    exec(text.split("```python\n")[1].split("```")[0], scope)
+    module = Pipeline([scope["Shallow"](most=2)]).run(parse(CHAIN))
+    assert "depth 2 width 1" in show(module) and "depth 4" not in show(module)

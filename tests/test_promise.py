@@ -11,6 +11,7 @@ import pytest
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
+from outrider.control.controller import EARN
 from outrider.control.guard import GRANT, Ledger
 from outrider.core.types import StepRecord
 
@@ -106,6 +107,19 @@ def test_nothing_is_admitted_when_the_credit_is_gone() -> None:
     poor = next(i for i, r in enumerate(records) if r.levels)
     assert records[0].reason == "off:guard" and not any(r.drafted[0] for r in records[:poor]) and poor >= 3 / ALLOWANCE - 20
     assert sum(r.drafted[0] > 0 for r in records[poor:]) > 20
+
+
+def test_credit_is_earned_without_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thinking in every step would cost what a step earns."""
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.8})
+    controller, looks = adaptive(of), []
+    drive(of, controller)
+    controller.ledger.credit["w0"] = -3.0
+    left = Ledger.left
+    monkeypatch.setattr(Ledger, "left", lambda *how: looks.append(how) or left(*how))
+    records = drive(of, controller)[0]
+    poor = next(i for i, r in enumerate(records) if r.levels)
+    assert poor > 40 and sum(1 for _ in looks) <= poor // EARN + len(records) - poor + 1
 
 
 def test_the_ledger() -> None:

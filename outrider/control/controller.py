@@ -26,6 +26,7 @@ BATCH = 8  # steps that are learned from together
 STALL = 1.5  # a step that verified nothing and took longer than that many of its kind was held up by the machine
 OFF = Plan()
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
+EARN = 7  # most plain steps in a row that nothing is thought about to earn credit
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -86,8 +87,8 @@ class Adaptive:
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
-        if room < page.seconds[1] + page.drafting[names[0]][1]:
-            return OFF, "off:guard"
+        if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
+            return OFF, self._earn(missing, page)
         self.step = Step(page, rows, room, page.steady if self.calm >= CALM else 1.0)
         key = tuple(names), min(max([row.reach for row in rows]), page.deepest)
         if key not in self.plans:
@@ -102,6 +103,13 @@ class Adaptive:
         self.asleep, self.why = (RARELY, "off:request") if unwanted else (min(rests, default=0), "off:resting")
         for row in rows:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
+        return self.why
+
+    def _earn(self, missing: float, page: Page) -> str:
+        """Plain steps until there is credit again, and no thinking in them: it would cost as much as they earn."""
+        earned = self.ledger.allowance * page.owed
+        self.asleep = min(int(missing * page.plain * page.spread / earned), EARN) if earned else EARN
+        self.why = "off:guard"
         return self.why
 
     def _row(self, seq: Sequence) -> Row:
@@ -305,6 +313,8 @@ class Adaptive:
         most = min(most, longest, DEEPEST)
         while most and step.spent + step.page.seconds[most] > step.room:
             most, why = most - 1, "depth:guard" if most > 1 else "off:guard"
+        if why == "off:guard":
+            self._earn(step.spent + step.page.seconds[1] - step.room, step.page)
         return most, why
 
     # After the step.
@@ -329,6 +339,8 @@ class Adaptive:
         if self.slept:
             for waited in self.slept:
                 self._charge(*waited, None)
+            if self.why == "off:guard":
+                self._watch([record for _, record in self.slept])
             self.slept = []
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
@@ -343,6 +355,15 @@ class Adaptive:
         self._charge(seqs, record, step)
         if record.levels:
             self._remember(rows, record, step)
+
+    def _watch(self, records: list[StepRecord]) -> None:
+        """Plain steps that were taken to earn credit say what plain steps cost now: if the machine has become slow, it is here
+        that this must be seen."""
+        page, costs = self.page, self.tables.costs
+        assert page is not None
+        for record in records:
+            costs.verified(page.at, 0, record.reading.seconds - record.seconds.get("prefill", 0.0), self.calm >= CALM)
+        page.owed, page.plain = costs.owed(page.at), costs.verify[page.at].line[0] * costs.pace
 
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""

@@ -1,6 +1,7 @@
 """Puts a runtime together from what the user named. The one place that knows all kinds of parts."""
 
 import copy
+import gc
 import importlib
 import os
 from collections.abc import Sequence as ListOf
@@ -66,6 +67,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     s = replace(s, dtype=_dtype(target, s))
     how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk, "compile": s.compile}
     _refuse_too_large(target, specs, s)
+    _spare_the_collector()
     model, tokenizer, memory = models.load_model(target, context=s.context, name="target", quantise=s.quantise, **how)
     parts: dict[str, Drafter] = {}
     held = {"target": {"predicted": memory.total, "held": model.held_bytes()}}
@@ -100,6 +102,14 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
     controller = Adaptive(keeper.tables, lambda: model.meter.tier, s.slowdown_limit, cautious=profiler.PATIENCE > 0)
     return Runtime(Engine(model, parts, controller, s.rows, s.strict, stages, **made), tokenizer, sizes, s.rule, keeper)
+
+
+def _spare_the_collector() -> None:
+    """What the imported libraries hold is never garbage, and a full collection that looks at it all (a quarter of a second) would stall
+    some step: once a process, it is set apart."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: int, device: str, s: LoadSettings) -> Keeper:
