@@ -7,7 +7,7 @@ from typing import Any
 
 from xdsl.ir import Operation, SSAValue
 
-from outrider.compiler import step as pieces
+from outrider.compiler import forest, step
 from outrider.compiler.interpret import budget_of
 from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
 from outrider.compiler.step import Done, Facts, Now, Parts
@@ -21,8 +21,8 @@ from outrider.verify.exact import walk
 
 Step = Callable[[Parts, Now], Done]
 NAMES: dict[str, Any] = {
-    "Done": Done, "Draft": Draft, "Forest": pieces.Forest, "tree": tree, "decided": decided, "walk": walk, "accept": pieces.accept,
-    "agreed": pieces.agreed,
+    "Done": Done, "Draft": Draft, "Forest": forest.Forest, "tree": tree, "decided": decided, "walk": walk, "accept": step.accept,
+    "agreed": forest.agreed,
 }  # fmt: skip
 
 LEVELS = """\

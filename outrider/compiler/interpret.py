@@ -7,9 +7,10 @@ from typing import Any
 
 from xdsl.ir import Operation, SSAValue
 
+from outrider.compiler.forest import Forest, agreed
 from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
 from outrider.compiler.passes.lower import refuse
-from outrider.compiler.step import Done, Forest, Now, Parts, accept, agreed
+from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
 from outrider.core.types import Draft
 from outrider.ir.deciding import AcceptOp, ProgramOp, ScoreOp

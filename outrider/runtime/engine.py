@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from outrider.compiler.forest import allowed
 from outrider.compiler.jit import Jit, Stages
-from outrider.compiler.step import Clock, Done, Facts, Now, Parts, allowed
+from outrider.compiler.step import Clock, Done, Facts, Now, Parts
 from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, top_logprobs

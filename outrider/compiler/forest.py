@@ -1,0 +1,233 @@
+"""How a step's draft grows and is pruned: the forest that all its proposals share, how far each row may grow, and what of it is
+verified. The interpreter and generated code use the same pieces."""
+
+from dataclasses import replace
+
+from outrider.compiler.step import Now, Parts
+from outrider.core import tree
+from outrider.core.types import MAX_NODES, POINT, Draft, Places, Sequence
+
+VEILED = -1  # no token
+
+
+def allowed(seq: Sequence, drafter: str) -> bool:
+    """May this drafter guess for this request?"""
+    return seq.request.drafters is None or drafter in seq.request.drafters
+
+
+def rooms(seqs: list[Sequence]) -> list[int]:
+    """Most nodes deep that each row's draft may be: no deeper than its text may still grow, nor than it asked for."""
+    return [
+        min(s.request.sampling.max_tokens - s.produced - 1, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs
+    ]  # fmt: skip
+
+
+def budgets(seqs: list[Sequence], budget: int) -> list[int]:
+    """Nodes of each row that may be verified: by the plan, and by what its request asked for."""
+    budget = budget or MAX_NODES
+    return [min(budget, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs]
+
+
+def caps(seqs: list[Sequence], budget: int, *, free: bool) -> list[int]:
+    """Nodes each row may grow to. A budget binds while drawing where nothing may be pruned afterwards."""
+    return [MAX_NODES] * len(seqs) if free else [min(most, MAX_NODES) for most in budgets(seqs, budget)]
+
+
+def likely(seqs: list[Sequence], draft: Draft, places: Places) -> Places:
+    """Without the guesses that their requests think too unlikely to go on from."""
+    return [p for p in places if p < 0 or draft.score[p] >= seqs[draft.row[p]].request.limits.floor]
+
+
+def depth_of(draft: Draft, place: int) -> int:
+    return 0 if place < 0 else draft.depth[place]
+
+
+def row_of(draft: Draft, place: int) -> int:
+    return ~place if place < 0 else draft.row[place]
+
+
+def fitting(draft: Draft, places: Places, width: int, room: list[int], most: list[int]) -> Places:
+    """The places that may grow: their row needs more tokens than that, and its next level fits under the cap."""
+    rows = [row_of(draft, p) for p in places]
+    fits = [p for p, r in zip(places, rows, strict=True) if room[r] > depth_of(draft, p)]
+    if len(draft) + width * len(rows) <= min(most):  # far from any cap
+        return fits
+    return [p for p in fits if draft.row.count(r := row_of(draft, p)) + width * rows.count(r) <= most[r]]
+
+
+def ahead(draft: Draft, places: Places, levels: int, room: list[int], most: list[int]) -> int:
+    """Levels that a drafter may add by itself, a node each, below every one of the places."""
+    rows = [row_of(draft, p) for p in places]
+    return min(
+        levels, *(min(room[r] - depth_of(draft, p), (most[r] - draft.row.count(r)) // rows.count(r)) for p, r in zip(places, rows, strict=True))
+    )
+
+
+def ends(draft: Draft, starts: Places, bit: int, hidden: set[int]) -> tuple[int, Places]:
+    """(levels that a drafter has grown below `starts`, its nodes at the last of them)."""
+    below = dict.fromkeys(starts, 0)
+    for n, parent in enumerate(draft.parent):
+        if parent in below and draft.source[n] & bit and n not in hidden:
+            below[n] = below[parent] + 1
+    level = max(below.values())
+    return level, [n for n, depth in below.items() if depth == level] if level else []
+
+
+def leaves(draft: Draft, nodes: list[int]) -> Places:
+    """Of each row, the nodes that have none of `nodes` below them; its root where it has none."""
+    inner = {draft.parent[n] for n in nodes}
+    found = {draft.row[n] for n in nodes}
+    return [~r for r in range(draft.rows) if r not in found] + [n for n in nodes if n not in inner]
+
+
+def agreed(draft: Draft, nodes: list[int], bit: int) -> list[int]:
+    """Of `nodes`, the path from each root that the drafter of a bit has marked; all, in rows of which it said nothing."""
+    spoken = {draft.row[n] for n in nodes if draft.source[n] & bit}
+    path: list[int] = []
+    on = set(tree.roots(draft.rows))
+    for n in nodes:
+        if draft.row[n] not in spoken:
+            path.append(n)
+        elif draft.parent[n] in on and draft.source[n] & bit:
+            on.discard(draft.parent[n])  # one child of a place
+            on.add(n)
+            path.append(n)
+    return path
+
+
+def best(draft: Draft, places: Places, count: int) -> Places:
+    """Of each row the `count` places that are most likely to survive, shallow ones first where they are alike."""
+    weight = tree.survival(draft)
+    ranked = sorted(places, key=lambda p: (-weight[p] if p >= 0 else -1.0, depth_of(draft, p), p))
+    left, out = [count] * draft.rows, []
+    for p in ranked:
+        if left[r := row_of(draft, p)]:
+            left[r] -= 1
+            out.append(p)
+    return sorted(out, key=lambda p: depth_of(draft, p))
+
+
+class Forest:
+    """What is drafted in one step, and how far it may grow. `free`: the text does not hang on it."""
+
+    def __init__(self, parts: Parts, now: Now, budget: int, *, free: bool) -> None:
+        self.parts, self.now, self.reason = parts, now, now.reason
+        self.full = Draft(rows=len(now.seqs))
+        self.room, self.caps = rooms(now.seqs), caps(now.seqs, budget, free=free)
+        self.levels: dict[str, int] = {}
+
+    def starts(self, how: str, nodes: list[int], name: str, *, own: bool = False) -> Places:
+        """Where a drafter begins: at the roots; at the roots and all of `nodes`; below the leaves of `nodes` (`own`: its own)."""
+        full, bit = self.full, self.parts.bits[name]
+        places = tree.roots(full.rows) if how == "on" else [*tree.roots(full.rows), *nodes] if how == "over" else leaves(full, nodes)
+        if own:
+            places = [p for p in places if p >= 0 and full.source[p] & bit]
+        return [p for p in places if allowed(self.now.seqs[row_of(full, p)], name)]
+
+    def grow(self, name: str, starts: Places, seen: list[int], depth: int, width: int) -> list[int]:
+        """Level by level below `starts`, for as long as the controller lets it. `seen`: nodes that it may find. The nodes
+        that it made or found."""
+        before, hidden, bit = len(self.full), set(range(len(self.full))).difference(seen), self.parts.bits[name]
+        frontier, level, across = starts, 0, min(width, max(self.caps))
+        while level < depth and (frontier := likely(self.now.seqs, self.full, frontier)):
+            frontier = self.fitting(self.parts.controller.more(self.now.seqs, name, self.full, frontier), across)
+            if not frontier:
+                break
+            levels = 1 if across > 1 else self.ahead(frontier, depth - level)
+            self.extend(name, frontier, across, hidden, levels)
+            reached, frontier = ends(self.full, starts, bit, hidden)
+            level, frontier = (reached, frontier) if reached > level else (level + 1, [])
+        return self._grown(name, level, before, seen)
+
+    def over(self, name: str, starts: Places, seen: list[int]) -> list[int]:
+        """One node below every one of `starts` of the rows that the controller lets it begin, in one call."""
+        before, hidden = len(self.full), set(range(len(self.full))).difference(seen)
+        roots = self.parts.controller.more(self.now.seqs, name, self.full, [p for p in starts if p < 0])
+        rows = {~p for p in roots}
+        frontier = self.fitting([p for p in starts if row_of(self.full, p) in rows], 1)
+        if frontier:
+            self.extend(name, frontier, 1, hidden, 1)
+        return self._grown(name, int(bool(frontier)), before, seen)
+
+    def best_first(self, name: str, starts: Places, seen: list[int], depth: int, width: int) -> list[int]:
+        """Out of order: always below the places that are likeliest to survive, whatever their depth. `depth` times."""
+        before, hidden, waiting, rounds = len(self.full), set(range(len(self.full))).difference(seen), list(starts), 0
+        across = min(width, max(self.caps))
+        while rounds < depth and (waiting := likely(self.now.seqs, self.full, waiting)):
+            frontier = best(self.full, waiting, width)
+            frontier = self.fitting(self.parts.controller.more(self.now.seqs, name, self.full, frontier), across)
+            if not frontier:
+                break
+            first = len(self.full)
+            self.extend(name, frontier, across, hidden, 1)
+            waiting = [p for p in waiting if p not in frontier] + list(range(first, len(self.full)))
+            rounds += 1
+        return self._grown(name, rounds, before, seen)
+
+    def shaped(self, name: str, starts: Places, seen: list[int], parents: list[int]) -> list[int]:
+        """A fixed tree below every start: each node gets as many children as the shape has, its likeliest first."""
+        before, hidden, bit, level = len(self.full), set(range(len(self.full))).difference(seen), self.parts.bits[name], 0
+        frontier = [(p, -1) for p in starts]  # place, and which node of the shape it is
+        while frontier:
+            wanted = {at: [n for n, parent in enumerate(parents) if parent == at] for _, at in frontier}
+            asked = self.parts.controller.more(
+                self.now.seqs, name, self.full, likely(self.now.seqs, self.full, [p for p, at in frontier if wanted[at]])
+            )
+            below: list[tuple[int, int]] = []
+            for count in sorted({len(wanted[at]) for p, at in frontier if p in asked}):
+                some = self.fitting([p for p, at in frontier if p in asked and len(wanted[at]) == count], count)
+                if some:
+                    self.extend(name, some, count, hidden, 1)
+                for place, at in [(p, at) for p, at in frontier if p in some]:
+                    made = [n for n, parent in enumerate(self.full.parent) if parent == place and self.full.source[n] & bit and n not in hidden]
+                    below += zip(sorted(made, key=lambda n: (-self.full.score[n], n)), wanted[at], strict=False)
+            level, frontier = level + bool(below), below
+        return self._grown(name, level, before, seen)
+
+    def fitting(self, places: Places, width: int) -> Places:
+        return fitting(self.full, places, width, self.room, self.caps)
+
+    def ahead(self, places: Places, levels: int) -> int:
+        return ahead(self.full, places, levels, self.room, self.caps)
+
+    def extend(self, name: str, frontier: Places, width: int, hidden: set[int], levels: int) -> None:
+        """One call of a drafter. Tokens of nodes that it may not find are veiled from it."""
+        now, full, bit = self.now, self.full, self.parts.bits[name]
+        veiled = replace(full, token=[VEILED if n in hidden else t for n, t in enumerate(full.token)]) if hidden else full
+        made = self.parts.drafters[name].extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels)
+        self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
+
+    def _grown(self, name: str, levels: int, before: int, seen: list[int]) -> list[int]:
+        if levels:
+            self.levels[name] = self.levels.get(name, 0) + levels
+            self.now.clock.mark(f"draft {name}")
+        return [*seen, *range(before, len(self.full))]
+
+    def prune(self, nodes: list[int], budget: int, *, chain: bool = False, unless_sampled: bool = False) -> list[int]:
+        """The nodes to verify: what the controller wants of them, one path a row if `chain`, no more than the budget, and what
+        the requests asked for."""
+        full, seqs = self.full, self.now.seqs
+        chosen, self.reason = self.parts.controller.fill(seqs, full, self.reason)
+        if not nodes or (unless_sampled and any(full.kind[n] != POINT for n in nodes)):
+            return nodes
+        keep = nodes if chosen is None else chosen if len(nodes) == len(full) else sorted(set(nodes).intersection(chosen))
+        if chain:
+            keep = [keep[n] for n in tree.chain(tree.select(full, keep))]
+        most = budgets(seqs, budget)
+        if len(keep) > min(most):
+            keep = [keep[n] for n in tree.heaviest(tree.select(full, keep), most)]
+        keep, self.reason = asked_for(seqs, full, keep, self.reason)
+        return keep
+
+
+def asked_for(seqs: list[Sequence], draft: Draft, keep: list[int], reason: str) -> tuple[list[int], str]:
+    """What of the nodes to be verified its requests want: none that its drafter thinks less likely than `floor`, nor what
+    is below one; and none of a row that has fewer than `least`."""
+    if not keep or all(s.request.limits.floor == 0 and s.request.limits.least == 0 for s in seqs):
+        return keep, reason
+    fine: set[int] = set()
+    for n in keep:
+        if draft.score[n] >= seqs[draft.row[n]].request.limits.floor and (draft.parent[n] < 0 or draft.parent[n] in fine):
+            fine.add(n)
+    few = {r for r, s in enumerate(seqs) if s.request.limits.least > sum(draft.row[n] == r for n in fine)}
+    return [n for n in keep if n in fine and draft.row[n] not in few], reason if len(few) < len(seqs) else "off:least"
