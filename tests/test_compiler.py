@@ -12,6 +12,7 @@ from programs import NAMES, Picky, random_plan, random_program, written
 from test_exact_enumeration import PROMPT, Bench
 from xdsl.dialects.builtin import ModuleOp
 
+import outrider
 from outrider.compiler import jit as jit_module
 from outrider.compiler.pipeline import BACK, FRONT, PASSES, Pipeline, passes
 from outrider.control.fixed import Told
@@ -164,6 +165,16 @@ def test_who_is_made_of_a_controller_that_only_tells_is_asked(hot: int | None) -
     for control, reason in ((Picky, "picked"), (Told, "random")):
         _, records, _ = written(lambda rule: parse(pruned), lambda: ALL, "greedy", control=control, hot=hot)
         assert {r.reason for r in records if any(r.drafted) or any(r.trimmed)} == {reason}
+
+
+def test_a_loaded_runtime_has_the_code_of_its_plans() -> None:
+    """No step of a request waits for a plan's passes."""
+    runtime = outrider.load(compile="off", profile="off")
+    before = set(runtime.engine.jit.known)
+    for how in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0}):
+        out = runtime.generate("Once upon a time", max_tokens=40, **how)
+        assert set(out.stats["tiers"]["step"]) == {"generated"}
+    assert set(runtime.engine.jit.known) == before and len(before) > 20
 
 
 def test_the_cache_forgets_the_oldest_plans(monkeypatch: pytest.MonkeyPatch) -> None:

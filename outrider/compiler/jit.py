@@ -2,7 +2,7 @@
 written for it. Facts of the batch are part of the key, so code is never run where its facts do not hold: a batch of which they
 do not begins a tier lower and is promoted in its turn."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ class Jit:
     known: dict[tuple[str, Plan, Facts], Entry] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
 
-    def get(self, rule: str, plan: Plan, facts: Facts) -> Entry:
-        """The step of a plan under a rule and facts."""
+    def get(self, rule: str, plan: Plan, facts: Facts, uses: int = 1) -> Entry:
+        """The step of a plan under a rule and facts, for `uses` more uses."""
         entry = self.known.get((rule, plan, facts))
         if entry is None:
             if len(self.known) >= MOST:
@@ -62,11 +62,18 @@ class Jit:
             module = self.planned(rule, plan, [name for name in self.back if name != "lower"])
             one = programs(module)[0]
             entry = self.known[rule, plan, facts] = Entry(module, lambda parts, now: interpret(one, parts, now))
-        entry.uses += 1
+        entry.uses += uses
         if entry.tier == INTERPRETED and self.hot is not None and entry.uses > self.hot:
             lowered = Pipeline([Lower()], each=False).run(entry.module)
             entry.run, entry.tier = compiled(programs(lowered)[0], facts, dict(self.bits)), GENERATED
         return entry
+
+    def prepare(self, plans: Iterable[Plan], facts: Facts) -> None:
+        """Write the code of plans that will be asked for, while nobody waits: of greedy requests, and of those of either rule."""
+        for rule in ("greedy", "coupled", "exact"):
+            for plan in plans:
+                if self.hot is not None:
+                    self.get(rule, plan, facts._replace(raw=rule == "greedy"), uses=self.hot + 1)
 
     def module(self, rule: str) -> Any:
         """The program of a rule, as the passes before any plan leave it."""

@@ -6,6 +6,7 @@ before a drafter that costs something starts, while it goes on, and before verif
 Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,7 +27,8 @@ BATCH = 8  # steps that are learned from together
 STALL = 1.5  # a step that verified nothing and took longer than that many of its kind was held up by the machine
 OFF = Plan()
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
-EARN = 7  # most plain steps in a row that nothing is thought about to earn credit
+REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
+EARN = 7  # most plain steps in a row that earn credit and are not thought about
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -56,7 +58,7 @@ class Adaptive:
     def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
         self.tables, self.tier, self.ledger, self.cautious = tables, tier, Ledger(slowdown), cautious
         self.rows: dict[str, Row] = {}
-        self.plans: dict[tuple[tuple[str, ...], int], Plan] = {}
+        self.plans = {(some, depth): _plan(some, depth) for some in _subsets(list(tables.bits)) for depth in REACHES}
         self.step: Step | None = None
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
@@ -90,10 +92,10 @@ class Adaptive:
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._earn(missing, page)
         self.step = Step(page, rows, room, page.steady if self.calm >= CALM else 1.0)
-        key = tuple(names), min(max([row.reach for row in rows]), page.deepest)
-        if key not in self.plans:
-            self.plans[key] = Plan(tuple((name, key[1], 1) for name in names))
-        return self.plans[key], "off:no-guess"
+        far = min(max([row.reach for row in rows]), page.deepest)
+        key = tuple(names), next(depth for depth in REACHES if depth >= far)
+        plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
+        return plan, "off:no-guess"
 
     def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
         """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
@@ -393,6 +395,15 @@ class Adaptive:
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
+
+
+def _plan(names: tuple[str, ...], depth: int) -> Plan:
+    return Plan(tuple((name, depth, 1) for name in names))
+
+
+def _subsets(names: list[str]) -> list[tuple[str, ...]]:
+    """In their order; of many drafters, those of up to two, and all."""
+    return [tuple(some) for size in dict.fromkeys((1, 2, len(names))) if size <= len(names) for some in itertools.combinations(names, size)]
 
 
 def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:

@@ -101,7 +101,9 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     }
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
     controller = Adaptive(keeper.tables, lambda: model.meter.tier, s.slowdown_limit, cautious=profiler.PATIENCE > 0)
-    return Runtime(Engine(model, parts, controller, s.rows, s.strict, stages, **made), tokenizer, sizes, s.rule, keeper)
+    engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
+    engine.jit.prepare([Plan(), *controller.plans.values()], engine.facts)
+    return Runtime(engine, tokenizer, sizes, s.rule, keeper)
 
 
 def _spare_the_collector() -> None:
