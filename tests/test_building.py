@@ -19,6 +19,7 @@ from packages import PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
 import outrider
 from outrider.core.errors import OutriderError
 from outrider.models import compiled, load
+from outrider.models.builder import main as build_packages
 from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
 from outrider.models.hf import HFView
 from outrider.models.load import MemoryPlan, load_module, memory_plan
@@ -135,7 +136,7 @@ def build_here(recipe: Recipe, monkeypatch) -> Path:
     place.mkdir(parents=True)
     (place / "lock").write_text(str(os.getpid()))
     monkeypatch.setattr(os, "nice", lambda by: by)
-    compiled.main(json.dumps(dataclasses.asdict(recipe)), str(place))
+    build_packages(json.dumps(dataclasses.asdict(recipe)), str(place))
     return place
 
 

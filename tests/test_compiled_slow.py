@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.control.fixed import fixed
 from outrider.core.types import MAX_NODES, Plan
 from outrider.drafters.lookup import Lookup
-from outrider.models import compiled
+from outrider.models import builder, compiled
 from outrider.models.compiled import SHAPES, Compiled, Recipe, start_builder
 from outrider.models.step import Step
 from outrider.runtime.engine import Engine
@@ -33,7 +33,7 @@ def build_wide(recipe: Recipe, step: Step) -> Compiled:
     """Its wide package, built here."""
     place = recipe.place()
     place.mkdir(parents=True)
-    compiled.build(step, "any", "any" in recipe.frozen, place / "any.pt2")
+    builder.build(step, "any", "any" in recipe.frozen, place / "any.pt2")
     found = Compiled(recipe, step)
     found.look()
     assert set(found.packages) == {"any"}, found.reason

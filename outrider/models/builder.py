@@ -1,0 +1,76 @@
+"""The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.core.errors import OutriderError
+from outrider.core.types import MAX_NODES
+from outrider.models import load, microkernel
+from outrider.models.compiled import SHAPES, Recipe, example
+from outrider.models.step import Step
+
+
+def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
+    """Export and compile one shape of a step, and put it in place when it is whole."""
+    paired = microkernel.register() and step.module.dtype == torch.bfloat16
+    how: dict[str, Any] = {"freezing": frozen, "aot_inductor.package_constants_in_so": frozen, "cpp.enable_concat_linear": frozen}
+    if frozen and (paired or shape == "one"):  # Inductor's own products, ours among them: at one row the faster in any dtype
+        how |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+    dim = torch.export.Dim
+    b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
+    count, width = (1, 1) if shape == "one" else (3, 8)
+    rows = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in step.store.rows(0, 1)]
+    each: dict[int, Any] = {2: capacity} if shape == "one" else {0: b, 2: capacity}
+    shapes = ({} if shape == "one" else {0: b, 1: w}, {0: c}, [each] * len(rows))
+    inputs = (example(count, width, len(step.windows)), torch.arange(128), rows)
+    with torch.no_grad():
+        try:
+            program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+        except Exception as broken:
+            raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
+        draft = file.with_suffix(f".{os.getpid()}.pt2")
+        try:
+            torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
+        except Exception:
+            if "max_autotune" not in how:
+                raise
+            how["max_autotune_gemm_backends"] = "CPP,ATEN"  # some product has no kernel of Inductor's own: seen with Gemma-2
+            torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
+    draft.replace(file)
+
+
+def _step_back() -> None:
+    """Run only when nobody else wants to, as far as the system lets a process say so."""
+    os.nice(19)
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        Path("/proc/self/autogroup").write_text("19")  # a session of its own would else weigh as much as any other
+
+
+def main(spec: str, folder: str) -> None:
+    """The builder's process."""
+    given = json.loads(spec)
+    recipe = Recipe(**{**given, "frozen": tuple(given["frozen"])})
+    _step_back()
+    torch.set_num_threads(recipe.threads)
+    try:
+        step = load.wrap(load.load_module(Path(recipe.folder), recipe.dtype), "built", "", rows=1, context=256, tokens=recipe.vocab).step
+        for shape in SHAPES:
+            if not (Path(folder) / f"{shape}.pt2").exists():
+                build(step, shape, shape in recipe.frozen, Path(folder) / f"{shape}.pt2")
+    except Exception as failed:
+        reason = failed.what if isinstance(failed, OutriderError) else "eager:not-compiled"
+        Path(folder, "failed").write_text(f"{reason}\n{failed}", "utf-8")
+        raise
+    finally:
+        Path(folder, "lock").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
