@@ -46,6 +46,8 @@ def test_a_program_of_ones_own_is_what_runs(tmp_path: Path) -> None:
         ('by "coupled"', 'by "block"', "the rule 'block' has no step yet"),
         ("%scores by", "%scoers by", "mine.mlir:6:"),
         (": point", ": sampled", "draws twice"),
+        ('by "target"', 'by "small"', "'small' cannot score yet"),
+        ('by "target"', 'by "target" reusing 3 layers', "@mine asks 'early-exit:3' to draft"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_runs(tmp_path: Path, old: str, new: str, sentence: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.compiler.codegen import compiled
 from outrider.compiler.interpret import interpret
+from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
 from outrider.compiler.passes.lower import Lower, refuse
 from outrider.compiler.passes.schedule import Schedule
 from outrider.compiler.passes.specialize import fill
@@ -17,8 +18,10 @@ from outrider.compiler.step import Done, Facts, Now, Parts
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
 from outrider.ir.build import pick, program
+from outrider.ir.deciding import ScoreOp
 from outrider.ir.drafting import AgreeOp, ProposeOp, RelayOp
 from outrider.ir.text import parse, programs
+from outrider.ir.types import shown
 
 HOT = 3  # steps of a plan after which code is written for it
 MOST = 512  # plans that are remembered
@@ -100,6 +103,7 @@ def of_file(file: Path, drafters: Mapping[str, Any]) -> Callable[[str], Any]:
         raise OutriderError(f"{file} cannot be read", str(bad), "the name of a text file") from bad
     for one in programs(module):
         asked = {op.drafter.data for op in one.body.block.ops if isinstance(op, ProposeOp | RelayOp | AgreeOp)}
+        asked |= {EARLY_EXIT + shown(op.reusing) for op in one.body.block.ops if isinstance(op, ScoreOp) and op.reusing is not None}
         if missing := sorted(asked - set(drafters)):
             raise OutriderError(
                 f"@{one.sym_name.data} asks '{missing[0]}' to draft", f"loaded are {sorted(drafters)}", f"drafters=[..., '{missing[0]}']"

@@ -9,7 +9,7 @@ from xdsl.passes import ModulePass
 from outrider.compiler.passes.flatten_relay import FlattenRelay
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
-from outrider.ir.deciding import AcceptOp, DeferOp, ProgramOp
+from outrider.ir.deciding import AcceptOp, DeferOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import AgreeOp, ProposeOp, PruneOp, RelayOp
 from outrider.ir.text import programs
 from outrider.ir.types import LAWFUL, ON, OVER, POINT, rule_of, value_of
@@ -33,6 +33,8 @@ def refuse(program: ProgramOp) -> None:
     for op in program.body.block.ops:
         if isinstance(op, DeferOp):
             raise OutriderError("'defer' has no step yet", "programs that defer can be read, checked and printed", "accept without it")
+        if isinstance(op, ScoreOp) and op.model.data != "target":
+            raise OutriderError(f"'{op.model.data}' cannot score yet", "a step scores by the target alone", 'by "target"')
         if isinstance(op, AcceptOp) and op.rule.data not in RUNS:
             raise OutriderError(f"the rule '{op.rule.data}' has no step yet", "it can be read, checked and printed", ", ".join(RUNS))
         if isinstance(op, ProposeOp) and (op.depth is None or op.width is None) and op.how.data != OVER:
