@@ -63,3 +63,21 @@ def test_what_cannot_run_is_refused_before_anything_runs(tmp_path: Path, old: st
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(OutriderError, match="cannot be read"):
         outrider.load(None, ["lookup"], program="/nowhere/x.mlir", compile="off")
+
+
+def test_what_draws_cannot_be_called_a_point(tmp_path: Path) -> None:
+    """Else a prune of drawn nodes would verify, and change the distribution."""
+    file = tmp_path / "mine.mlir"
+    file.write_text(PROGRAM.replace('"lookup"', '"early-exit:3"').replace("coupled", "exact"))
+    with pytest.raises(OutriderError, match="'early-exit:3' draws under 'exact'"):
+        outrider.load(None, ["early-exit:3"], program=file, compile="off", depth=2)
+    file.write_text(file.read_text().replace("exact", "coupled"))
+    assert outrider.load(None, ["early-exit:3"], program=file, compile="off", depth=2).generate(TEXT, max_tokens=8).tokens
+
+
+def test_what_is_said_at_temperature_0_is_for_greedy_requests_alone(tmp_path: Path) -> None:
+    rt = runtime(tmp_path, PROGRAM.replace('by "coupled"', 'by "coupled" at temperature 0'))
+    how = {"temperature": 1.0, "seed": 3, "max_tokens": 40}
+    assert rt.generate(TEXT, **how).tokens == outrider.load(None, [], compile="off", dtype="float32").generate(TEXT, **how).tokens
+    assert rt.generate(TEXT, max_tokens=40).tokens != rt.generate(TEXT, **how).tokens
+    assert "@mine" in rt.program()["program"]

@@ -21,7 +21,7 @@ from outrider.ir.build import pick, program
 from outrider.ir.deciding import ScoreOp
 from outrider.ir.drafting import AgreeOp, ProposeOp, RelayOp
 from outrider.ir.text import parse, programs
-from outrider.ir.types import shown
+from outrider.ir.types import LAWFUL, POINT, rule_of, shown
 
 HOT = 3  # steps of a plan after which code is written for it
 MOST = 512  # plans that are remembered
@@ -108,6 +108,10 @@ def of_file(file: Path, drafters: Mapping[str, Any]) -> Callable[[str], Any]:
             raise OutriderError(
                 f"@{one.sym_name.data} asks '{missing[0]}' to draft", f"loaded are {sorted(drafters)}", f"drafters=[..., '{missing[0]}']"
             )  # type: ignore[attr-defined]
+        rule = rule_of(one.body.block.last_op)  # type: ignore[arg-type]
+        for op in one.body.block.ops:  # what is said of a draft must be so: the law rests on it
+            if isinstance(op, ProposeOp | RelayOp) and rule in LAWFUL and op.own.data == POINT and getattr(drafters[op.drafter.data], "draws", True):
+                raise OutriderError(f"'{op.drafter.data}' draws under '{rule}'", "the program says that its drafts are points", ": sampled")
     fill(tried := module.clone(), Plan(tuple((name, 1, 1) for name in drafters)))
     for one in programs(tried):
         refuse(one)

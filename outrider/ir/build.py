@@ -8,7 +8,7 @@ from xdsl.ir import Block, Operation, Region, SSAValue
 from outrider.ir.deciding import AcceptOp, CommitOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import ContextOp, EmptyOp, ProposeOp, PruneOp, RelayOp, UnionOp
 from outrider.ir.text import programs
-from outrider.ir.types import FREE, POINT, SAMPLED, kind_of, rule_of
+from outrider.ir.types import FREE, POINT, SAMPLED, kind_of
 
 
 def program(stages: Sequence[Sequence[str]], draws: Mapping[str, bool], rule: str, *, chain: bool = False, name: str = "default") -> ModuleOp:
@@ -29,7 +29,7 @@ def program(stages: Sequence[Sequence[str]], draws: Mapping[str, bool], rule: st
 
 def pick(module: ModuleOp, rule: str) -> ModuleOp | None:
     """Of a module's programs the one for requests of a rule; greedy ones take any, at temperature 0. None where there is none."""
-    rules = {rule_of(op): op for p in reversed(programs(module)) if (op := p.body.block.last_op) is not None}
+    rules = {_asked(p): p.body.block.last_op for p in reversed(programs(module))}
     last = rules.get(rule) or (next(iter(reversed(rules.values())), None) if rule == "greedy" else None)
     if last is None or last.parent_op() is None:
         return None
@@ -38,6 +38,12 @@ def pick(module: ModuleOp, rule: str) -> ModuleOp | None:
         if isinstance(op, AcceptOp) and rule == "greedy" and op.rule.data != "greedy":
             op.cold = UnitAttr()
     return ModuleOp([chosen])
+
+
+def _asked(one: ProgramOp) -> str | None:
+    """The rule of the requests that a program is for: what is said at temperature 0 is for greedy ones alone."""
+    accept = next((op for op in one.body.block.ops if isinstance(op, AcceptOp)), None)
+    return None if accept is None else "greedy" if accept.cold is not None else accept.rule.data
 
 
 def _stage(stage: Sequence[str], kinds: Mapping[str, str], text: SSAValue, ops: list[Operation]) -> SSAValue:
