@@ -168,7 +168,8 @@ def test_a_value_is_made_before_it_is_used() -> None:
     ("names", "sentence"),
     [("canonicalise", "canonicalize"), ("cse{", "cannot be read"), ("specialize{plans=1}", "options of the pass 'specialize'"),
      ('specialize{plan="model"}', "'model' is no part of a plan"), ('specialize{profile="/nowhere"}', "is no profile"),
-     ('schedule{costs="model:dear"}', "'model:dear' is not understood"), ("lower{x=1}", "options of the pass 'lower'")],
+     ('schedule{costs="model:dear"}', "'model:dear' is not understood"), ("lower{x=1}", "options of the pass 'lower'"),
+     ('schedule{trees="model:high"}', "are no chances by rank"), ('schedule{trees="model:0.1,0.5"}', "are no chances by rank")],
 )  # fmt: skip
 def test_wrong_passes_are_named(names: str, sentence: str) -> None:
     with pytest.raises(OutriderError) as refused:

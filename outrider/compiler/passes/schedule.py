@@ -35,7 +35,7 @@ class Schedule(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         costs = {name: float(x) for name, x in _pairs(self.costs, number=True).items()}
-        devices, trees = _pairs(self.devices), {name: [float(x) for x in ranks.split(",")] for name, ranks in _pairs(self.trees).items()}
+        devices, trees = _pairs(self.devices), {name: _chances(name, ranks) for name, ranks in _pairs(self.trees).items()}
         for program in programs(op):
             for one in [o for o in program.body.block.ops if isinstance(o, ProposeOp)]:
                 if one.name_of in devices:
@@ -55,6 +55,13 @@ def _shape(one: ProposeOp, ranks: list[float], nodes: int) -> None:
         depth.append(1 if parent < 0 else depth[parent] + 1)
     one.shape = StringAttr(" ".join(map(str, parents)))
     one.depth, one.width = number_attr(max(depth)), number_attr(max(parents.count(p) for p in parents))
+
+
+def _chances(name: str, ranks: str) -> list[float]:
+    try:
+        return [float(x) for x in ranks.split(",")]
+    except ValueError as bad:
+        raise OutriderError(f"'{name}:{ranks}' are no chances by rank", str(bad), 'trees="model:0.7,0.2,0.05"') from bad
 
 
 def _pairs(text: str, *, number: bool = False) -> dict[str, str]:
