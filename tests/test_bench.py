@@ -221,11 +221,11 @@ def test_the_passes_are_set_beside_one_another(monkeypatch):
     """Every contender writes every prompt of every setting; what passes save in nodes is seen even in a few tokens."""
     monkeypatch.setattr(prompts, "CATEGORIES", ("story",))
     monkeypatch.setattr(ablation, "ABROAD", ablation.ABROAD[:1])
-    found = ablation.ablation(1, 6, 1, 60, lambda at: None, compile="off", dtype="float32")
+    found = ablation.ablation(1, 6, 1, 60, lambda at: None, ("tiny", (64, 128)), compile="off", dtype="float32")
     assert set(found["table"]) == {"mixed", "long", "low acceptance"}
     for table in found["table"].values():
         assert next(iter(table)) == "plain" and table["plain"]["ratio"] == 1.0 and table["plain"]["nodes"] == 0.0
         assert table["+ cse"]["nodes"] <= table["no passes"]["nodes"] and len(table) == 10
     assert all("plain" in table for table in found["inlined"].values())
     text = ablation.markdown(found)
-    assert "+ lower, codegen" in text and "found again" in text
+    assert "+ lower, codegen" in text and "found again" in text and "SYNTHETIC" in text and "| 128 | 8 |" in text

@@ -2,7 +2,8 @@
 
 The program asks lookup twice, as pipelines put together from parts do, and the draft model once; the plan is fixed (lookup 8, model
 4) until a profile fills it. Three settings: the six categories; long contexts; text that is drafted badly. Plain has no drafter
-loaded. Also what making a step costs: a plan's passes and code, and finding it again.
+loaded. Also what making a step costs: a plan's passes and code, and finding it again; and, for contexts that the pair does not reach,
+what wider steps of a larger random-weight shape cost (SYNTHETIC).
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 
 import outrider
 from outrider import reference
-from outrider.bench import prompts
+from outrider.bench import prompts, synthetic
 from outrider.bench.report import provenance, save_as
 from outrider.bench.schedule import PLAIN, Writer, seconds_per_token
 from outrider.compiler.jit import Jit
@@ -45,6 +46,8 @@ FIXED = "lookup:8 model:4"
 EXIT = "early-exit:3"
 WHOLE = tuple(name for name in FRONT if name != "inline-early-exit")
 STEPS = ("canonicalize", "cse", "merge-tries", "dce")  # the program has no relay and no early exit
+LONG = 3960  # tokens of a long prompt: with what is written after it nearly the pair's 4,096
+BEYOND = ("100m", (4096, 8192, 16384))
 ABROAD = (
     "Der alte Leuchtturmwärter zählte jeden Abend die Schiffe, die", "Le mardi, la boulangère pesait la farine en chantant et",
     "Spectral gap estimates for sparse random digraphs imply that", "WHEREAS the Lessee shall, upon thirty days' written notice,",
@@ -107,9 +110,10 @@ def settings(rt: Runtime, count: int, long: int) -> dict[str, list[prompts.Promp
 
 
 def ablation(
-    count: int = 2, max_tokens: int = 128, rounds: int = 3, long: int = 3000, progress: Callable[[str], None] = print, **how: Any
-) -> dict[str, Any]:
-    """Ratios to plain by setting and contender, of `rounds` rounds."""
+    count: int = 2, max_tokens: int = 128, rounds: int = 3, long: int = LONG, progress: Callable[[str], None] = print,
+    beyond: tuple[str, tuple[int, ...]] = BEYOND, **how: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Ratios to plain by setting and contender, of `rounds` rounds. beyond: a shape of bench.synthetic, and the contexts it is timed at."""
     how = {"compile": "wait", "dtype": "bfloat16", **how, "rows": 1}
     plain = outrider.load(reference.target(), [], **how)
     fast = outrider.load(reference.target(), ["lookup", f"model:{reference.draft()}"], **how, profile="off")
@@ -127,7 +131,8 @@ def ablation(
         found[setting] = _run(writers, some, max_tokens, rounds, lambda at, s=setting: progress(f"{s}: {at}"))  # type: ignore[misc]
     return {"where": provenance(), "settings": {"prompts": count, "max_tokens": max_tokens, "rounds": rounds, "long": long, "plan": FIXED,
             "profiled": [list(d) for d in chosen.drafters], **how}, "table": found, "making": making(fast),
-            "inlined": inlined(max(count // 2, 1), max_tokens, rounds, progress, how)}  # fmt: skip
+            "inlined": inlined(max(count // 2, 1), max_tokens, rounds, progress, how),
+            "beyond": synthetic.steps(beyond[0], (1, 2, 4, 8), beyond[1], compile=how["compile"] != "off", progress=progress)}  # fmt: skip
 
 
 def _run(writers: dict[str, Writer], asked: list[prompts.Prompt], max_tokens: int, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -219,6 +224,7 @@ def markdown(result: dict[str, Any]) -> str:
     made, plan = result["making"], " ".join(f"{n}:{d}" for n, d, _ in result["settings"]["profiled"]) or "plain"
     lines += ["", f"The profile's plan: {plan}. From a plan to its generated step {made['compile_ms']:.2f} ms (worst {made['worst_ms']:.1f}); found again "
               f"in {made['hit_us']:.2f} us."]  # fmt: skip
+    lines += ["", synthetic.table(result["beyond"])]
     return "\n".join(lines)
 
 

@@ -128,7 +128,7 @@ def guarantee_(count: Count = 1, max_tokens: Tokens = 256, rounds: Rounds = 7, o
 @bench.command()
 def passes(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 2, max_tokens: Tokens = 128, rounds: Rounds = 3,
-    long: Annotated[int, typer.Option(help="Tokens of the long prompts.")] = 3000, compile: Compile = "wait", out: Out = Path("docs/results"),
+    long: Annotated[int, typer.Option(help="Tokens of the long prompts.")] = 3960, compile: Compile = "wait", out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """Speculation without passes, with one more at a time, and with all: mixed, long and badly drafted texts."""
     from rich.console import Console
