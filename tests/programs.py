@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from contracts import request, run
@@ -10,6 +11,7 @@ from xdsl.ir import Block, Operation, Region, SSAValue
 
 from outrider.compiler.passes.lower import refuse
 from outrider.control.fixed import Told
+from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
@@ -81,8 +83,23 @@ def random_plan(rng: random.Random) -> Plan:
     return Plan(tuple((n, rng.randint(0, 4), rng.randint(1, 3)) for n in rng.sample(NAMES, rng.randint(0, 3))), rng.choice([0, 0, 3, 7]))
 
 
+def contrary(draft: Draft) -> list[float]:
+    """Survivals where a guess is the likelier to be accepted the less its drafter thinks of it."""
+    return tree.survival(replace(draft, score=[1 - score for score in draft.score]))
+
+
+class Contrary(Told):
+    """A controller by which drafters are wrong about themselves."""
+
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        return contrary(draft)
+
+
 class Picky(Told):
     """A controller that has a say, which hangs on nothing but what it is shown."""
+
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        return [(7 * token + 3 * depth) % 5 / 5 for token, depth in zip(draft.token, draft.depth, strict=True)]
 
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return [p for p in frontier if (p + len(draft) + len(name)) % 5]

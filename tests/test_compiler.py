@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from enumeration import Enumerator, completed, distance, law
 from enumeration import plain as plain_law
-from programs import NAMES, Picky, random_plan, random_program, written
+from programs import NAMES, Contrary, Picky, random_plan, random_program, written
 from test_exact_enumeration import PROMPT, Bench
 from xdsl.dialects.builtin import ModuleOp
 
@@ -213,8 +213,8 @@ LAWFUL = {
 
 
 @pytest.mark.parametrize("hot", [None, 0])
-@pytest.mark.parametrize("made", LAWFUL)
-def test_exact_text_of_lawful_programs(monkeypatch: pytest.MonkeyPatch, made: str, hot: int | None) -> None:
+@pytest.mark.parametrize(("made", "control"), [*((made, Told) for made in LAWFUL), ("out of order", Contrary)])
+def test_exact_text_of_lawful_programs(monkeypatch: pytest.MonkeyPatch, made: str, control: type[Told], hot: int | None) -> None:
     """Every way that a step can go, by enumeration: the target's distribution."""
     text = f"""outrider.program @lawful {{
       %text = outrider.context
@@ -228,7 +228,7 @@ def test_exact_text_of_lawful_programs(monkeypatch: pytest.MonkeyPatch, made: st
     def once(noise: Enumerator) -> tuple[int, ...]:
         monkeypatch.setattr(engine_module, "_noise", lambda seqs: noise.fresh())
         plan = Plan(tuple((name, 3, 2) for name in bench.drafters))
-        engine = Engine(bench.target, bench.drafters, Told(lambda seqs: (plan, "told")), 1, source=lambda rule: parse(text), hot=hot)
+        engine = Engine(bench.target, bench.drafters, control(lambda seqs: (plan, "told")), 1, source=lambda rule: parse(text), hot=hot)
         seq = engine.submit(Request("r", PROMPT, sampling, seed=0, rule="exact"))
         engine.step()
         engine.cancel(seq)

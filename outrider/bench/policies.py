@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told, fixed
 from outrider.control.tables import Tables
+from outrider.core import tree
 from outrider.core.config import nearest
 from outrider.core.sockets import Controller
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
@@ -46,6 +47,9 @@ class MovingAverage:
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
 
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        return tree.survival(draft)
+
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         return None, reason
 
@@ -77,6 +81,9 @@ class Bandit:
 
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
+
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        return tree.survival(draft)
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         return None, reason

@@ -95,9 +95,9 @@ def agreed(draft: Draft, nodes: list[int], bit: int) -> list[int]:
     return path
 
 
-def best(draft: Draft, places: Places, count: int) -> Places:
-    """Of each row the `count` places that are most likely to survive, shallow ones first where they are alike."""
-    weight = tree.survival(draft)
+def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Places:
+    """Of each row the `count` places that are most likely to survive, by the `weight` of every node, shallow ones first where
+    they are alike."""
     ranked = sorted(places, key=lambda p: (-weight[p] if p >= 0 else -1.0, depth_of(draft, p), p))
     left, out = [count] * draft.rows, []
     for p in ranked:
@@ -150,12 +150,13 @@ class Forest:
         return self._grown(name, int(bool(frontier)), before, seen)
 
     def best_first(self, name: str, starts: Places, seen: list[int], depth: int, width: int) -> list[int]:
-        """Out of order: always below the places that are likeliest to survive, whatever their depth. `depth` times."""
+        """Out of order: always below the places that the controller thinks likeliest to survive, whatever their depth. `depth`
+        times."""
         before, hidden, waiting, rounds = len(self.full), set(range(len(self.full))).difference(seen), list(starts), 0
-        across = min(width, max(self.caps))
+        across, controller = min(width, max(self.caps)), self.parts.controller
         while rounds < depth and (waiting := likely(self.now.seqs, self.full, waiting)):
-            frontier = best(self.full, waiting, width)
-            frontier = self.fitting(self.parts.controller.more(self.now.seqs, name, self.full, frontier), across)
+            asked = best(self.full, waiting, width, controller.survivals(self.now.seqs, self.full))
+            frontier = self.fitting(controller.more(self.now.seqs, name, self.full, asked), across)
             if not frontier:
                 break
             first = len(self.full)

@@ -14,6 +14,7 @@ from outrider.control.guard import Ledger
 from outrider.control.predict import LEVELS
 from outrider.control.rows import PATIENCE, WHOLE, Row, awake, remember
 from outrider.control.tables import Lesson, Page, Tables
+from outrider.core import tree
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
 
@@ -241,6 +242,10 @@ class Adaptive:
             if gained * cost > (then - cost) * have and then <= step.room:
                 return frontier
         return []
+
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        """By what was learned of the drafters; by their own scores where nothing is decided."""
+        return tree.survival(draft) if self.step is None else list(self._survivals(draft))
 
     # Before verification.
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.core import tree
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
 
 
@@ -23,6 +24,9 @@ class Told:
 
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
+
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        return tree.survival(draft)
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         return None, reason

@@ -77,13 +77,18 @@ class Predictor(Protocol):
 
 class Controller(Protocol):
     """Decides at every step whether, by whom and how far to speculate. Nothing it returns can change the text. One whose
-    `asks` is False only chooses: `more` and `fill` leave all as it is, and steps are made without them."""
+    `asks` is False only chooses: `more` and `fill` leave all as it is, `survivals` are the scores', and steps are made without
+    the first two."""
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         """The plan of the next step, at most, and why."""
 
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         """The places that drafter `name` is to extend now: roots before it starts, its latest nodes from then on."""
+
+    def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
+        """Per node, the chance that it and all before it are accepted: what grows out of order grows where it is largest. The list
+        is the caller's own. Who weighs nothing answers `tree.survival`, the drafters' own scores."""
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         """The nodes to verify (ascending, closed under parents; None: all), and why. Not heeded where pruning is unlawful."""
