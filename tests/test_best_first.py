@@ -10,7 +10,7 @@ from programs import VOCAB, Contrary, contrary
 
 from outrider.compiler.forest import best
 from outrider.control.controller import Adaptive
-from outrider.control.fixed import fixed
+from outrider.control.fixed import Told, fixed
 from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.sockets import Controller
@@ -136,3 +136,18 @@ def test_a_controller_keeps_its_own_list() -> None:
     assert answer == pytest.approx(contrary(draft)) and len(draft) > 2
     answer[0] = 9.0
     assert control.survivals(seqs, draft) == pytest.approx(contrary(draft))
+
+
+class Reluctant(Told):
+    """Begins with the first row alone."""
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        assert -2 not in frontier or not len(draft), "it said so once"
+        return [p for p in frontier if p != -2]
+
+
+@pytest.mark.parametrize("hot", [None, 0])
+def test_a_place_that_was_refused_is_not_asked_for_again(hot: int | None) -> None:
+    texts, drafter, _ = grown(Reluctant(lambda seqs: (TOLD, "told")), "greedy", hot, rows=2)
+    assert texts == plain(ToyModel(VOCAB, 5, scale=1.5), asked("greedy"))
+    assert any(d.rows == 2 and len(d) for d, _ in drafter.calls)
