@@ -47,6 +47,7 @@ def test_a_program_of_ones_own_is_what_runs(tmp_path: Path) -> None:
         ("%scores by", "%scoers by", "mine.mlir:6:"),
         (": point", ": sampled", "draws twice"),
         ('by "target"', 'by "small"', "'small' cannot score yet"),
+        ("width 1 : point", 'width 1 device "cuda-1" : point overlapped', "no step uses a second device yet"),
         ('by "target"', 'by "target" reusing 3 layers', "@mine asks 'early-exit:3' to draft"),
     ],
 )

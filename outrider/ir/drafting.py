@@ -19,6 +19,7 @@ from outrider.ir.types import (
     SAMPLED,
     ContextType,
     DraftType,
+    apart,
     draft,
     draft_operand,
     hole,
@@ -74,7 +75,7 @@ class ProposeOp(IRDLOperation):
     """A drafter guesses, level by level: `on` a context, from its roots; `over` a draft, one level below each of its places, at
     once; `after` a draft, below its leaves. With `beside`, what is guessed again is found there and not drafted twice.
     `sample`: which of several independent draws this is; `shape`: the parents of a fixed tree's nodes. The result holds what is new, and the drafts it was made
-    after or beside. `blind`, `bounded`: see compiler/passes/lower.py."""
+    after or beside. `overlapped`: its drafter goes on while the target verifies. `blind`, `bounded`: see compiler/passes/lower.py."""
 
     name = "outrider.propose"
     at = operand_def(ContextType | DraftType)
@@ -91,10 +92,11 @@ class ProposeOp(IRDLOperation):
     device = opt_prop_def(StringAttr)
     blind = opt_prop_def(UnitAttr)
     bounded = opt_prop_def(UnitAttr)
+    overlapped = opt_prop_def(UnitAttr)
     traits = traits_def(Pure())
 
     ORDERS: ClassVar = ("level", "best-first")
-    MARKS: ClassVar = ("blind", "bounded")
+    MARKS: ClassVar = ("blind", "bounded", "overlapped")
 
     def __init__(
         self, drafter: str, at: SSAValue, kind: str, *, how: str = ON, beside: Sequence[SSAValue] = (), depth: int | None = None,
@@ -166,6 +168,8 @@ class ProposeOp(IRDLOperation):
             lawful(self, [self.own.data, *map(kind_of, self.beside)], f"'{self.name_of}' beside other guesses makes one node of two that are equal")
         if self.how.data == OVER:
             lawful(self, [self.own.data], "guesses over a draft are dropped where they differ from it")
+        if self.overlapped is not None:
+            apart(self, self.name_of, waits=self.how.data != ON or bool(self.beside))
 
 
 @irdl_op_definition

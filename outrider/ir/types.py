@@ -112,6 +112,18 @@ def lawful(op: Operation, kinds: Sequence[str], what: str) -> None:
         raise VerifyException(FORGET.format(what=what, rule=rule))
 
 
+def apart(op: Operation, name: str, *, waits: bool) -> None:
+    """What may go on while the target verifies: a chain of a drafter `name` that has a device of its own and does not wait (`waits`)
+    for other guesses."""
+    what = f"'{name}' is overlapped with verification"
+    if "device" not in op.properties:
+        raise VerifyException(f'{what}, and shares the target\'s device: device "X" says which it has of its own')
+    if waits:
+        raise VerifyException(f"{what}, and waits for other guesses: '{ON}' a context and beside nothing it would not")
+    if value_of(op.properties.get("width")) != 1 or "shape" in op.properties:
+        raise VerifyException(f"{what}, and drafts no chain: below which leaf it goes on is only known at width 1")
+
+
 def operand(parser: Parser) -> SSAValue:
     """A value that was defined above, of whatever type it was given."""
     name = parser.parse_unresolved_operand("a value")

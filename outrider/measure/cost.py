@@ -60,6 +60,15 @@ def best_tree(ranks: Sequence[float], nodes: int, depth: int) -> list[int]:
     return parents
 
 
+def overlapped(alpha: float, gamma: int, *, draft: float, verify: float, sync: float = 0.0, own: float = 0.0) -> float:
+    """Expected time of a step, which is draft + verify where one waits for the other, if the drafter has a device of its own and
+    drafts on while the target verifies (post-verify of PEARL, 2408.11850): below all gamma guesses and its own next token, which
+    takes it `own`. With probability alpha^(gamma+1) all of that comes true, and what was drafted meanwhile of the next draft is
+    not waited for; else it is dropped at once. Either way the devices meet, which takes `sync`. Times in one unit."""
+    hidden = min(draft, max(verify - own, 0.0))
+    return draft + verify - alpha ** (gamma + 1) * hidden + sync
+
+
 class Situation(NamedTuple):
     """What a step's cost hangs on besides its draft: what serves the target, rows together (to a power of two), context
     (likewise, from 512 on), and whether any row is sampled."""

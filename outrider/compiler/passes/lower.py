@@ -39,6 +39,11 @@ def refuse(program: ProgramOp) -> None:
             raise OutriderError(f"the rule '{op.rule.data}' has no step yet", "it can be read, checked and printed", ", ".join(RUNS))
         if isinstance(op, ProposeOp) and (op.depth is None or op.width is None) and op.how.data != OVER:
             raise OutriderError(f"the depth or width of '{op.name_of}' is still a hole", "", 'specialize{plan="..."} before')
+        if isinstance(op, ProposeOp) and op.overlapped is not None:
+            raise OutriderError(
+                f"'{op.name_of}' is to draft while the target verifies", "no step uses a second device yet: the mark can be read, checked and printed",
+                "without 'overlapped', or schedule without acceptance=",
+            )  # fmt: skip
     drawn = [o.drafter.data for o in proposals if o.own.data != POINT]
     last = program.body.block.last_op
     if last is not None and rule_of(last) in LAWFUL and len(set(drawn)) < len(drawn):

@@ -21,7 +21,8 @@ class MergeTries(ModulePass):
 
 
 def _merge(union: UnionOp) -> None:
-    """Each proposal of the union grows beside the arms before it, where that is lawful: points, or a rule that does not care."""
+    """Each proposal of the union grows beside the arms before it, where that is lawful: points, or a rule that does not care. One
+    that is overlapped with verification waits for no other: they grow beside it."""
     free = rule_of(union) in FREE
     base: list[SSAValue] = []
     apart: list[SSAValue] = []
@@ -30,7 +31,7 @@ def _merge(union: UnionOp) -> None:
         one = arm.owner
         if not (free or kind_of(arm) == POINT):
             apart.append(arm)
-        elif isinstance(one, ProposeOp) and all(use.operation is union for use in arm.uses):
+        elif isinstance(one, ProposeOp) and one.overlapped is None and all(use.operation is union for use in arm.uses):
             proposals.append(one)
         else:
             base.append(arm)
