@@ -24,6 +24,7 @@ from outrider.options import (
     DType,
     MinP,
     Profile,
+    Program,
     RuleName,
     Seed,
     Slowdown,
@@ -46,7 +47,7 @@ app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 
 
-def _load(target: str | None, draft: str | None, drafters: str | None, **settings: Any) -> Any:
+def _load(target: str | None, draft: str | None, drafters: str | None, *, rows: int = 1, **settings: Any) -> Any:
     """The runtime, with a sign of life while it loads."""
     from rich.console import Console
 
@@ -57,7 +58,7 @@ def _load(target: str | None, draft: str | None, drafters: str | None, **setting
         names = [*(names or []), f"model:{draft}"]
     first = " (compiling takes a minute or two, once)" if settings.get("compile") == "wait" else ""
     with Console(stderr=True).status(f"loading{first}"):
-        return outrider.load(target, names, **settings)
+        return outrider.load(target, names, rows=rows, **settings)
 
 
 def _prompt(given: str) -> str:
@@ -108,13 +109,13 @@ def run(
     compile: Compile = "auto", strict: Strict = False, threads: Threads = None, profile: Profile = "auto", slowdown_limit: Slowdown = 0.05,
     explain: Annotated[bool, typer.Option("--explain-divergence", help="Write it without drafting too; say where the two part, and why.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
-    as_json: AsJson = False, config: Config = None,
+    program: Program = None, as_json: AsJson = False, config: Config = None,
 ) -> None:  # fmt: skip
     """Write a continuation of PROMPT."""
     text = _prompt(prompt)
     rt = _load(
-        target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, rows=1, compile=compile,
-        strict=strict, threads=threads, profile=profile, slowdown_limit=slowdown_limit,
+        target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, compile=compile,
+        strict=strict, threads=threads, profile=profile, slowdown_limit=slowdown_limit, program=program,
     )  # fmt: skip
     knobs = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule,
@@ -161,11 +162,11 @@ def _print_json(out: Any) -> None:
 def chat(
     target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, max_tokens: Tokens = 256,
     temperature: Temperature = 0.0, seed: Seed = None, device: Device = "auto", dtype: DType = "auto",
-    compile: Compile = "auto", strict: Strict = False, threads: Threads = None,
+    compile: Compile = "auto", strict: Strict = False, threads: Threads = None, program: Program = None,
     system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
 ) -> None:  # fmt: skip
     """Talk with the target. Earlier turns are not computed again. An empty line or Ctrl-D ends it."""
-    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, rows=1, compile=compile, strict=strict, threads=threads)
+    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, strict=strict, threads=threads, program=program)
     messages = [{"role": "system", "content": system}] if system else []
     while line := _ask():
         messages.append({"role": "user", "content": line})
@@ -212,7 +213,7 @@ def profile(
 @app.command()
 def plan(
     target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, device: Device = "auto", dtype: DType = "auto",
-    compile: Compile = "auto", threads: Threads = None, profile: Profile = "auto",
+    compile: Compile = "auto", threads: Threads = None, profile: Profile = "auto", program: Program = None,
     prompt: Annotated[str | None, typer.Option(help="Write a continuation of this first, and say why each step was what it was.")] = None,
     max_tokens: Tokens = 128, trace: Annotated[Path | None, typer.Option(help="Where that run's timeline goes (Perfetto, or steps as *.jsonl).")] = None,
     as_json: AsJson = False,
@@ -222,7 +223,7 @@ def plan(
     from outrider.control.explain import text
     from outrider.measure.trace import write
 
-    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, rows=1)
+    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, program=program)
     reasons: dict[str, int] = {}
     if prompt is not None:
         out = rt.generate(_prompt(prompt), max_tokens=max_tokens)

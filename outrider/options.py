@@ -44,6 +44,7 @@ Budget = Annotated[int, typer.Option(help="Most draft nodes a step (0: no limit)
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Compile = Annotated[str, typer.Option("--compile", help="auto: compiled steps are built meanwhile; wait for them; or off.")]
+Program = Annotated[Path | None, typer.Option(help="A pipeline of your own, as text (docs/ir.md); it runs for requests of its rule.")]
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits with and without drafting; slower.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch; default: its own choice.")]
 Context = Annotated[int | None, typer.Option(help="Tokens a text can hold.")]

@@ -156,3 +156,35 @@ def test_plan_shows_the_program_and_its_code(outrider, folders):
     code, out, _ = outrider("plan", "--target", folders["target"], "--code", "--json", "--profile", "off")
     found = json.loads(out.strip().splitlines()[-1])
     assert code == 0 and "def step" in found["code"] and "outrider.program" in found["program"]
+
+
+MINE = """outrider.program @mine {
+  %text = outrider.context
+  %near = outrider.propose "lookup" on %text depth 1 width 1 : point
+  %scores = outrider.score %near on %text by "target"
+  %outcome = outrider.accept %near, %scores by "coupled"
+  outrider.commit %outcome
+}
+"""
+
+
+def test_a_program_of_ones_own_is_what_runs(outrider, folders, tmp_path, monkeypatch):
+    """Its depth stands, whatever the option says, in `run` and its settings file, `plan` and `chat`."""
+    (file := tmp_path / "mine.mlir").write_text(MINE)
+    how = ("--target", folders["target"], "--drafters", "lookup", "--depth", 4, "--compile", "off")
+    words = ("run", "one two three four five one two three four five one two", *how, "--max-tokens", 30, "--json")
+    usual, mine = (json.loads(outrider(*words, *more)[1]) for more in ((), ("--program", file)))
+    assert mine["tokens"] == usual["tokens"]
+    assert max(usual["stats"]["per_step_drafted"]) > 1 == max(mine["stats"]["per_step_drafted"])
+    (settings := tmp_path / "mine.toml").write_text(f'program = "{file}"\n')
+    assert json.loads(outrider(*words, "--config", settings)[1])["stats"]["per_step_drafted"] == mine["stats"]["per_step_drafted"]
+    code, out, _ = outrider("plan", *how, "--code", "--program", file)
+    assert code == 0 and "outrider.program @mine" in out and "while level < 1 and frontier" in out
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    assert outrider("chat", *how, "--program", file)[0] == 0
+    file.write_text(MINE.replace('"lookup"', '"model"'))
+    for words in (("run", "x"), ("plan",), ("chat",)):
+        code, _, err = outrider(*words, *how, "--program", file)
+        assert code == 2 and "@mine asks 'model' to draft" in err
+    code, _, err = outrider("run", "x", *how, "--program", tmp_path / "none.mlir")
+    assert code == 2 and "cannot be read" in err
