@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider import reference
 from outrider.core.errors import OutriderError
 
 TEXT = "Once upon a time there was a small boat. The small boat"
@@ -82,3 +83,15 @@ def test_what_is_said_at_temperature_0_is_for_greedy_requests_alone(tmp_path: Pa
     assert rt.generate(TEXT, **how).tokens == outrider.load(None, [], compile="off", dtype="float32").generate(TEXT, **how).tokens
     assert rt.generate(TEXT, max_tokens=40).tokens != rt.generate(TEXT, **how).tokens
     assert "@mine" in rt.program()["program"]
+
+
+def test_a_fixed_tree_is_drawn_under_the_scheduler_too(tmp_path: Path) -> None:
+    """It is not asked of places below which the tree has nothing; a drafter that costs little is let go on."""
+    file = tmp_path / "tree.mlir"
+    file.write_text(PROGRAM.replace('"lookup" on %text depth 3 width 1', '"model" on %text depth 2 width 2 shape "-1 -1 0"').replace("budget 2", "budget 0"))
+    rt = outrider.load(None, [f"model:{reference.draft()}"], program=file, compile="off", dtype="float32", profile="off")
+    rt.keeper.tables.costs.assumed["model"] = 0.1
+    plain = rt.generate(TEXT, max_tokens=40, speculation="off")
+    rt.engine.ring.clear()
+    assert rt.generate(TEXT, max_tokens=40).tokens == plain.tokens
+    assert any(r.draft.parent == [-1, -1, 0] for r in rt.engine.ring)

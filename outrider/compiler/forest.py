@@ -171,9 +171,8 @@ class Forest:
         frontier = [(p, -1) for p in starts]  # place, and which node of the shape it is
         while frontier:
             wanted = {at: [n for n, parent in enumerate(parents) if parent == at] for _, at in frontier}
-            asked = self.parts.controller.more(
-                self.now.seqs, name, self.full, likely(self.now.seqs, self.full, [p for p, at in frontier if wanted[at]])
-            )
+            inner = likely(self.now.seqs, self.full, [p for p, at in frontier if wanted[at]])
+            asked = self.parts.controller.more(self.now.seqs, name, self.full, inner) if inner else []
             below: list[tuple[int, int]] = []
             for count in sorted({len(wanted[at]) for p, at in frontier if p in asked}):
                 some = self.fitting([p for p, at in frontier if p in asked and len(wanted[at]) == count], count)
