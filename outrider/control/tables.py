@@ -13,7 +13,7 @@ from outrider.control.hedge import Hedge
 from outrider.control.predict import Counters, bucket, predictor
 from outrider.core.types import Draft, StepRecord
 from outrider.measure.cost import DEEPEST, Costs, Situation
-from outrider.measure.trace import verdicts
+from outrider.measure.trace import by_rank, verdicts
 
 UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
@@ -77,7 +77,7 @@ class Tables:
         self.bits, self.costs, self.objective, self.energy = dict(bits), costs, objective, energy
         self.costs.take(state.get("costs", {}))
         self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))
-        self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before
+        self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before; and by rank
         self.hedge = Hedge(state.get("hedge"))
         self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
         self.drafts, self.count = int(state.get("drafts", 0)), 0
@@ -192,7 +192,15 @@ class Tables:
                     right[name] = right.get(name, 0) + verdict
                     if (i + self.count) % stride == 0:  # whether a node is taken does not hang on any verdict
                         self._node(name, draft, n, lesson.histories[row], verdict, stride)
+        self.ranked(draft, graded)
         self._hedge(lesson, draft, right)
+
+    def ranked(self, draft: Draft, graded: list[tuple[int, bool]]) -> None:
+        """Count, per drafter, how often the k-th likeliest of its tokens below an accepted place was right (cells `NAME rK`). Chains have none."""
+        if len({draft.parent[n] for n, _ in graded}) < len(graded):
+            for name, bit in self.bits.items():
+                for rank, verdict in by_rank(draft, graded, bit):
+                    self.next.count(f"{name} r{rank}", verdict)
 
     def _node(self, name: str, draft: Draft, n: int, history: int, verdict: bool, weight: int) -> None:
         """One graded node, standing for `weight` of them."""

@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.core.types import StepRecord
+from outrider.core.types import POINT, Draft, StepRecord
+
+RANKS = 8  # siblings told apart by rank
 
 
 def verdicts(record: StepRecord) -> Iterator[tuple[int, bool]]:
@@ -26,6 +28,18 @@ def verdicts(record: StepRecord) -> Iterator[tuple[int, bool]]:
         if depth <= len(out) and (parent < 0 or right[parent]):
             right[n] = draft.token[n] == out[depth - 1]
             yield n, right[n]
+
+
+def by_rank(draft: Draft, graded: list[tuple[int, bool]], bit: int) -> Iterator[tuple[int, bool]]:
+    """(rank, verdict) of what the drafter marked `bit` chose at places for which it had several tokens: rank 0 is its likeliest by score,
+    ties to the first, up to RANKS. A place with one token tells nothing of the others, and drawn tokens are not the likeliest: neither counts."""
+    siblings: dict[int, list[tuple[float, int, bool]]] = {}
+    for n, verdict in graded:
+        if draft.source[n] & bit and draft.kind[n] == POINT:
+            siblings.setdefault(draft.parent[n], []).append((-draft.score[n], n, verdict))
+    for some in siblings.values():
+        if len(some) > 1:
+            yield from ((rank, verdict) for rank, (_, _, verdict) in enumerate(sorted(some)[:RANKS]))
 
 
 def stats(records: list[StepRecord], request: str) -> dict[str, Any]:
