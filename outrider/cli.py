@@ -193,9 +193,10 @@ def profile(
     compile: Compile = "wait", threads: Threads = None, rows: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
     patience: Annotated[float, typer.Option(min=0.1, help="Seconds for each situation.")] = 4.0, file: Profile = "auto",
 ) -> None:  # fmt: skip
-    """Measure what steps cost here, at every number of drafted tokens, and keep it for every later start."""
+    """Measure what steps cost here, at every number of drafted tokens, and how often guesses are right by rank; keep it for every later start."""
     from rich.console import Console
 
+    from outrider.bench.prompts import few
     from outrider.runtime import profiler
 
     rt = _load(target, draft, drafters, device=device, dtype=dtype, context=context, compile=compile, threads=threads, rows=rows, profile=file)
@@ -205,9 +206,10 @@ def profile(
         for used, together, sampled in profiler.situations(rt.engine.target.spec.context, rows):
             status.update(f"measuring {together} rows at {used} tokens, {'sampled' if sampled else 'greedy'}")
             profiler.sweep(rt.engine, rt.keeper.tables, context=used, rows=together, sampled=sampled, patience=patience, repeats=20)
+        status.update("counting how often guesses are right, by rank")
+        profiler.rank(rt.engine, rt.keeper.tables, few(rt), patience=patience)
     rt.keeper.save()
-    print(profiler.table(rt.keeper.tables.costs))
-    print(f"kept in {rt.keeper.file}")
+    print(profiler.table(rt.keeper.tables.costs), f"kept in {rt.keeper.file}", sep="\n")
 
 
 @app.command()

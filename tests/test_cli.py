@@ -150,6 +150,15 @@ def test_opt_prints_programs_and_code_and_says_where_one_is_wrong(outrider, tmp_
         assert code == 2 and says in err
 
 
+def test_profile_keeps_costs_and_chances_by_rank(outrider, folders, tmp_path):
+    """Of the pair's own prompts, also where they are longer than the model's context."""
+    how = ("--target", folders["target"], "--draft", folders["draft"], "--drafters", "lookup", "--compile", "off", "--patience", 1)
+    code, out, _ = outrider("profile", *how, "--file", tmp_path / "p.json")
+    data = json.loads((tmp_path / "p.json").read_text())["data"]
+    assert code == 0 and f"kept in {tmp_path / 'p.json'}" in out and data["costs"]["verify"]
+    assert [cell for cell in data["next"] if cell.startswith("model r")] == [f"model r{k}" for k in range(4)]
+
+
 def test_plan_shows_the_program_and_its_code(outrider, folders):
     code, out, _ = outrider("plan", "--target", folders["target"], "--draft", folders["draft"], "--drafters", "lookup", "--code", "--profile", "off")
     assert code == 0 and "outrider.program @default {" in out and "def step(parts, now):" in out

@@ -1,15 +1,21 @@
 """Trees from a profile: what is counted by rank, which tree is chosen by cost, where a chain stays, and that no text hangs on it."""
 
-import json
+import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
+from contracts import plain, request
+from test_profiler import at_rest, parts, toys
 
 from outrider.control.tables import Lesson, Tables
+from outrider.core.errors import OutriderError
 from outrider.core.types import POINT, SAMPLED, Draft, Plan, Reading, StepRecord
+from outrider.drafters.lookup import Lookup
 from outrider.measure import profile
 from outrider.measure.cost import Costs, situation
+from outrider.models.toy import ToyModel
+from outrider.runtime.profiler import TREE as MEASURED
+from outrider.runtime.profiler import rank
 
 AT = situation("", 1, 100, False)
 BITS = {"model": 1, "other": 2}
@@ -34,6 +40,10 @@ def counted(*records: StepRecord) -> dict[str, list[float]]:
     tables = Tables(BITS, Costs({}))
     tables.costs.verified(AT, 0, 1.0)
     tables.take_in([Lesson(r, AT, [0], {}, False) for r in records])
+    return ranks_of(tables)
+
+
+def ranks_of(tables: Tables) -> dict[str, list[float]]:
     return {cell: known for cell, known in tables.next.cells.items() if cell.split()[-1].startswith("r")}
 
 
@@ -84,3 +94,61 @@ def test_what_was_counted_by_rank_is_kept_and_added_between_writers(tmp_path: Pa
     whole = profile.load(tmp_path / "p.json", {})
     assert whole == {"next": {"model r0": [3, pytest.approx(1 / 3)], "model r1": [3, pytest.approx(1 / 3)], "model r2": [2, 0.5]}}
     assert Tables(BITS, Costs({}), state=whole).next.share("model r2", 0.0) == pytest.approx(0.25)
+
+
+# --- measuring
+
+
+def recounted(records: list[StepRecord]) -> dict[str, list[float]]:
+    """The cells of full trees of depth 2 and width 4, in which siblings stand in the order of their rank."""
+    hits: list[list[int]] = []
+    for r in records:
+        draft, out = r.draft, r.tokens[0]
+        for place in [-1, *([draft.token.index(out[0])] if len(out) > 1 and r.accepted[0] else [])]:
+            some = [draft.token[n] for n, parent in enumerate(draft.parent) if parent == place]
+            hits += [[token == out[place >= 0] for token in some]] if some else []
+    return {f"model r{k}": [len(hits), pytest.approx(sum(h[k] for h in hits) / len(hits))] for k in range(4)}
+
+
+def test_ranks_are_counted_on_real_texts_and_nothing_else_is_learned() -> None:
+    engine, tables = toys()
+    before, known, asked = parts(engine), tables.state(), [request([1, 2, 3, i], f"k{i}", max_tokens=20) for i in range(3)]
+    taken, records = rank(engine, tables, asked, patience=1e9), list(engine.ring)
+    assert taken == len(records) and {r.plan.drafters for r in records} == {(("model", *MEASURED),)}
+    texts = [[t for r in records if r.requests == (a.id,) for t in r.tokens[0]] for a in asked]
+    assert texts == plain(ToyModel(12, 5), asked)
+    assert ranks_of(tables) == recounted(records) == tables.next.cells and tables.next.cells["model r0"][0] > len(records)
+    assert {**tables.state(), "next": {}} == {**known, "next": {}}
+    assert parts(engine) == before and at_rest(engine)
+
+
+def test_every_text_is_heard_when_time_is_short_and_who_has_no_model_is_not_asked() -> None:
+    engine, tables = toys()
+    assert rank(engine, tables, [request([1, 2, i], f"k{i}", max_tokens=50) for i in range(4)], patience=0.0) == 4
+    engine.equip({"lookup": Lookup()})
+    assert rank(engine, tables, [request([1, 2, 3])], patience=1e9) == 0
+
+
+def test_whoever_interrupts_the_count_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tables = toys()
+    before, score, calls = parts(engine), engine.target.score, itertools.count()
+
+    def interrupted(*args: object) -> object:
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+        return score(*args)
+
+    monkeypatch.setattr(engine.target, "score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rank(engine, tables, [request([1, 2, 3], max_tokens=500)], patience=1e9)
+    assert tables.next.cells == recounted(list(engine.ring)) and len(engine.ring) == 10
+    assert parts(engine) == before and at_rest(engine)
+
+
+def test_ranks_are_not_counted_while_requests_run() -> None:
+    engine, tables = toys()
+    seq = engine.submit(request([1, 2, 3]))
+    with pytest.raises(OutriderError, match="while requests run"):
+        rank(engine, tables, [request([1, 2])], patience=1e9)
+    assert not tables.next.cells
+    engine.cancel(seq)

@@ -1,7 +1,8 @@
 """Measures what steps cost before they are needed, and keeps what is known of a pair between processes.
 
 A sweep writes a text of its own while the engine is idle, at every number of drafted tokens in turn, and takes the medians:
-cliffs stay where they are. What is learned afterwards, step by step, is merged into the same profile.
+cliffs stay where they are. Beside it small trees are drafted on real texts, to count how often the k-th likeliest guess is right. What is
+learned afterwards, step by step, is merged into the same profile.
 """
 
 import atexit
@@ -13,13 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outrider.control.fixed import Told
+from outrider.control.fixed import Told, fixed
 from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Places, Plan, Request, SamplingParams, Sequence, StepRecord
 from outrider.measure import profile
 from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, Curve, Situation, situation
+from outrider.measure.trace import verdicts
 from outrider.runtime.engine import Engine
 
 PATIENCE = 0.4  # seconds that a sweep may take when nobody asked for one
@@ -27,6 +29,7 @@ EVERY = 30.0  # seconds between two writings of what was learned
 NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
+TREE = (2, 4)  # depth and width of the trees in which guesses are counted by rank
 FILLER = "filler"
 log = logging.getLogger("outrider")
 
@@ -79,8 +82,7 @@ def sweep(
 
     Raises OutriderError when requests are running: they would be timed too.
     """
-    if engine.batcher.running or engine.batcher.waiting:
-        raise OutriderError("a profile cannot be taken while requests run", "their steps would be timed with it", "waiting for them")
+    _alone(engine)
     filler = Filler(engine.target.spec.vocab_size)
     before = engine.controller, engine.drafters, engine.bits, engine.jit
     engine.equip({**engine.drafters, FILLER: filler}, hot=0)
@@ -88,6 +90,47 @@ def sweep(
         return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats)
     finally:
         engine.controller, engine.drafters, engine.bits, engine.jit = before
+
+
+def _alone(engine: Engine) -> None:
+    if engine.batcher.running or engine.batcher.waiting:
+        raise OutriderError("a profile cannot be taken while requests run", "their steps would be timed with it", "waiting for them")
+
+
+def rank(engine: Engine, tables: Tables, requests: list[Request], *, patience: float = PATIENCE) -> int:
+    """Write `requests`, one after the other, with trees of each drafter that has a model, and count how often its k-th likeliest guess is
+    right; each has its share of `patience` seconds. Returns the steps taken. Every step counts at once: whoever interrupts this
+    loses none. Ranks alone are learned: what a tree costs, and its lesser guesses, say nothing of the chains that all else is about.
+
+    Raises OutriderError when requests are running: their steps would be told these plans.
+    """
+    _alone(engine)
+    plans = [Plan(((name, *TREE),)) for name, part in engine.drafters.items() if hasattr(part, "model")]
+    before, taken = (engine.controller, engine.bits, engine.jit), 0
+    engine.equip(engine.drafters, hot=0, front=engine.jit.front)  # the usual program, whatever a user's own would fix
+    try:
+        for request in requests:
+            for plan in plans:
+                engine.controller = fixed(plan)
+                taken += _ranked(engine, tables, request, patience / (len(requests) * len(plans)))
+    finally:
+        engine.controller, engine.bits, engine.jit = before
+    return taken
+
+
+def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -> int:
+    seq, end = engine.submit(request), time.perf_counter() + patience
+    try:
+        while seq.finish_reason is None:
+            engine.step()
+            record = seq.records[-1]
+            if record.draft is not None:
+                tables.ranked(record.draft, list(verdicts(record)))
+            if time.perf_counter() > end:
+                break
+    finally:
+        engine.cancel(seq)
+    return seq.steps
 
 
 def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:

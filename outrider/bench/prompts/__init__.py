@@ -31,3 +31,10 @@ def load(category: str) -> list[Prompt]:
     lines = (Path(__file__).parent / f"{category}.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [Prompt(r["id"], r["category"], r.get("prompt"), tuple(r["messages"]) if "messages" in r else None, r["temperature"]) for r in rows]
+
+
+def few(rt: Any, tokens: int = 64) -> list[Any]:
+    """Greedy requests of a runtime, one of each category: the last prompt, cut where it would fill more than half of the context. No
+    chats for a model without a template."""
+    asked = [p for p in (load(category)[-1] for category in CATEGORIES) if p.messages is None or rt.tokenizer.chat_template]
+    return [rt.request(p.encode(rt.tokenizer)[: rt.engine.target.spec.context // 2], max_tokens=tokens) for p in asked]
