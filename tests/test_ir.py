@@ -34,7 +34,8 @@ CHAIN = """outrider.program @chain {
 
 
 def wanted(file: Path, word: str) -> str:
-    return "".join(re.findall(rf"^// {word}: (.*)$", file.read_text(), re.M))
+    """What a file says behind a word; %S is the folder that it lies in."""
+    return "".join(re.findall(rf"^// {word}: (.*)$", file.read_text(), re.M)).replace("%S", str(file.parent))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)

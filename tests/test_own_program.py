@@ -88,7 +88,9 @@ def test_what_is_said_at_temperature_0_is_for_greedy_requests_alone(tmp_path: Pa
 def test_a_fixed_tree_is_drawn_under_the_scheduler_too(tmp_path: Path) -> None:
     """It is not asked of places below which the tree has nothing; a drafter that costs little is let go on."""
     file = tmp_path / "tree.mlir"
-    file.write_text(PROGRAM.replace('"lookup" on %text depth 3 width 1', '"model" on %text depth 2 width 2 shape "-1 -1 0"').replace("budget 2", "budget 0"))
+    file.write_text(
+        PROGRAM.replace('"lookup" on %text depth 3 width 1', '"model" on %text depth 2 width 2 shape "-1 -1 0"').replace("budget 2", "budget 0")
+    )
     rt = outrider.load(None, [f"model:{reference.draft()}"], program=file, compile="off", dtype="float32", profile="off")
     rt.keeper.tables.costs.assumed["model"] = 0.1
     plain = rt.generate(TEXT, max_tokens=40, speculation="off")

@@ -1,154 +1,223 @@
-"""Trees from a profile: what is counted by rank, which tree is chosen by cost, where a chain stays, and that no text hangs on it."""
+"""Trees from a profile: which one is chosen by cost, where a chain stays, what is refused, and that no text hangs on it."""
 
-import itertools
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contracts import plain, request
-from test_profiler import at_rest, parts, toys
+from programs import written
+from test_profiler import toys
+from written import costs, linear
 
-from outrider.control.tables import Lesson, Tables
+from outrider.compiler.opt import opt
+from outrider.compiler.passes.specialize import calls, grown
 from outrider.core.errors import OutriderError
-from outrider.core.types import POINT, SAMPLED, Draft, Plan, Reading, StepRecord
-from outrider.drafters.lookup import Lookup
-from outrider.measure import profile
-from outrider.measure.cost import Costs, situation
+from outrider.core.types import Plan
+from outrider.ir.text import parse
+from outrider.measure.cost import best_tree, expected_accepted
 from outrider.models.toy import ToyModel
-from outrider.runtime.profiler import TREE as MEASURED
-from outrider.runtime.profiler import rank
+from outrider.runtime.profiler import rank, sweep
 
-AT = situation("", 1, 100, False)
-BITS = {"model": 1, "other": 2}
-Node = tuple[int, int, int, float]  # parent, token, source, score
-
-
-def record(nodes: list[Node], came: list[int], kind: int = POINT) -> StepRecord:
-    """A step of one row that drafted these and wrote `came`; nothing was verified."""
-    depth: list[int] = []
-    for parent, *_ in nodes:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    parent, token, source, score = map(list, zip(*nodes, strict=True))
-    n = len(nodes)
-    draft = Draft(1, token, parent, [0] * n, depth, source, [kind] * n, [-1] * n, score)
-    return StepRecord(
-        Plan(), ("r",), (10,), (0,), (0,), (len(came),), (0,), {}, {}, Reading(1.0), "", levels={"model": max(depth)}, draft=draft, tokens=(tuple(came),)
-    )  # fmt: skip
+PROGRAM = """outrider.program @tree {
+  %text = outrider.context
+  %draft = outrider.propose "model" on %text depth ? width ? : point
+  %kept = outrider.prune %draft budget ?
+  %scores = outrider.score %kept on %text by "target"
+  %outcome = outrider.accept %kept, %scores by "coupled"
+  outrider.commit %outcome
+}
+"""
+THREE = (0.6, 0.3, 0.1)
+FOUR = (0.45, 0.3, 0.15, 0.1)
+SIXTEEN = "-1 0 -1 1 0 2 3 1 4 5 -1 2 6 3 7 8"
 
 
-def counted(*records: StepRecord) -> dict[str, list[float]]:
-    """Cells by rank of tables that took these in."""
-    tables = Tables(BITS, Costs({}))
-    tables.costs.verified(AT, 0, 1.0)
-    tables.take_in([Lesson(r, AT, [0], {}, False) for r in records])
-    return ranks_of(tables)
+def known(node: float, level: float, ranks: tuple[float, ...] = ()) -> dict[str, Any]:
+    """What a profile holds where a verified node and a drafted level cost so many plain steps more, and these chances were counted."""
+    cells = {f"model r{k}": [1e6, share] for k, share in enumerate(ranks)}
+    return {"costs": costs(linear(node), {"model": linear(level, 0.0)}), "next": cells}
 
 
-def ranks_of(tables: Tables) -> dict[str, list[float]]:
-    return {cell: known for cell, known in tables.next.cells.items() if cell.split()[-1].startswith("r")}
+def specialised(folder: Path, data: Any, text: str = PROGRAM, *, trees: bool = True, before: str = "", budget: int = 0) -> str:
+    file = folder / "profile.json"
+    file.write_text(json.dumps({"data": data}))
+    return opt(text, "tree", f'{before}specialize{{profile="{file}" budget={budget}{" trees=true" * trees}}}')
 
 
-# --- counting
-
-TREE: list[Node] = [
-    (-1, 5, 1, 0.2),  # third likeliest of the root
-    (-1, 6, 1, 0.5),  # first
-    (-1, 7, 1, 0.3),  # second
-    (1, 8, 1, 0.4),  # below the first: two alike, the earlier is the first
-    (1, 9, 1, 0.4),
-    (2, 8, 1, 0.9),  # below the second
-    (2, 1, 1, 0.05),
-]
+def proposal(text: str) -> str:
+    return next(line.partition("%text ")[2].partition(" :")[0] for line in text.splitlines() if "propose" in line)
 
 
-def test_siblings_are_counted_by_rank_where_their_parent_came_out() -> None:
-    """The root's third child came out, below which nothing was drafted; then its first, and the second of two alike."""
-    assert counted(record(TREE, [5, 4])) == {"model r0": [1, 0], "model r1": [1, 0], "model r2": [1, 1]}
-    assert counted(record(TREE, [6, 9, 3])) == {"model r0": [2, 0.5], "model r1": [2, 0.5], "model r2": [1, 0]}
-    assert counted(record(TREE, [2])) == {"model r0": [1, 0], "model r1": [1, 0], "model r2": [1, 0]}
-    both = counted(record(TREE, [7, 8, 3]), record(TREE, [6]))
-    assert {cell: [n, pytest.approx(share)] for cell, (n, share) in both.items()} == {"model r0": [3, 2 / 3], "model r1": [3, 1 / 3], "model r2": [2, 0]}
+@pytest.mark.parametrize(
+    ("node", "level", "ranks", "budget", "chosen"),
+    [
+        (0.01, 0.05, THREE, 0, f'depth 5 width 3 shape "{SIXTEEN}"'),  # nodes cost next to nothing, levels little: wide and deep
+        (0.01, 0.05, THREE, 6, 'depth 3 width 2 shape "-1 0 -1 1 0 2"'),  # no more nodes than are verified
+        (0.10, 0.05, THREE, 0, 'depth 3 width 2 shape "-1 0 -1 1"'),
+        (0.05, 0.30, FOUR, 0, 'depth 1 width 2 shape "-1 -1"'),  # levels cost much
+        (0.02, 0.20, FOUR, 0, 'depth 2 width 3 shape "-1 -1 0 -1"'),
+        (0.20, 0.05, THREE, 0, "depth 2 width 1"),  # nodes cost much: a chain
+        (0.02, 0.05, (0.95, 0.02), 0, "depth 18 width 1"),  # hardly anything but the likeliest comes out
+        (0.02, 0.05, (0.95, 0.02), 5, "depth 5 width 1"),
+        (0.30, 0.30, THREE, 0, "depth 0 width 1"),  # nothing pays
+        (0.50, 0.01, (0.4,), 0, "depth 0 width 1"),
+    ],
+)  # fmt: skip
+def test_the_tree_is_the_one_that_costs_deserve(
+    tmp_path: Path, node: float, level: float, ranks: tuple[float, ...], budget: int, chosen: str
+) -> None:
+    assert proposal(specialised(tmp_path, known(node, level, ranks), budget=budget)) == chosen
 
 
-def test_a_chain_a_lone_child_and_what_is_drawn_count_for_no_rank() -> None:
-    assert counted(record([(-1, 5, 1, 0.9), (0, 6, 1, 0.9), (1, 7, 1, 0.9)], [5, 6, 7, 8])) == {}
-    beside = [(-1, 5, 1, 0.9), (-1, 6, 2, 0.4), (0, 7, 1, 0.8), (1, 7, 2, 0.8)]  # two drafters, a chain each
-    assert counted(record(beside, [5, 7, 1])) == {}
-    assert counted(record(TREE, [6, 9, 3], kind=SAMPLED)) == {}
+def test_where_all_is_nearly_free_the_largest_tree_is_drawn_and_none_is_higher_than_eight() -> None:
+    parents = grown(known(0.001, 0.001, THREE), ["model"])["model"]
+    assert parents == best_tree(THREE, 32, 8)
+    tall = grown(known(0.0, 0.0, (0.75, 0.2)), ["model"])["model"]
+    assert len(tall) == 32 and height(tall) == 8 < height(best_tree((0.75, 0.2), 32, 32))
 
 
-def test_each_drafter_is_ranked_among_its_own() -> None:
-    """What both guessed is a guess of either; the other's likelier token takes no rank away."""
-    nodes = [(-1, 5, 2, 0.9), (-1, 6, 3, 0.5), (-1, 7, 1, 0.4)]
-    assert counted(record(nodes, [6, 1])) == {"model r0": [1, 1], "model r1": [1, 0], "other r0": [1, 0], "other r1": [1, 1]}
+def nested(parents: list[int], at: int = -1) -> tuple[Any, ...]:
+    """A tree without the numbers of its nodes, siblings in their order."""
+    return tuple(nested(parents, n) for n, parent in enumerate(parents) if parent == at)
 
 
-def test_ranks_beyond_the_eighth_are_not_told_apart() -> None:
-    nodes = [(-1, token, 1, 0.05) for token in range(10)]
-    assert list(counted(record(nodes, [9]))) == [f"model r{k}" for k in range(8)]
+def height(parents: list[int], at: int = -1) -> int:
+    return max((1 + height(parents, n) for n, parent in enumerate(parents) if parent == at), default=0)
 
 
-def test_what_was_counted_by_rank_is_kept_and_added_between_writers(tmp_path: Path) -> None:
-    cells = [{"next": counted(record(TREE, came))} for came in ([6, 9, 3], [5, 4])]
-    for known in cells:
-        profile.save(tmp_path / "p.json", {}, known, {})
-    whole = profile.load(tmp_path / "p.json", {})
-    assert whole == {"next": {"model r0": [3, pytest.approx(1 / 3)], "model r1": [3, pytest.approx(1 / 3)], "model r2": [2, 0.5]}}
-    assert Tables(BITS, Costs({}), state=whole).next.share("model r2", 0.0) == pytest.approx(0.25)
+def test_expected_nodes_are_sums_of_products_of_paths() -> None:
+    assert expected_accepted([], [0.6]) == 0
+    assert expected_accepted([-1, -1, 0, 0, 1], [0.6, 0.3]) == pytest.approx(0.6 + 0.3 + 0.6 * 0.6 + 0.6 * 0.3 + 0.3 * 0.6)
 
 
-# --- measuring
+@pytest.mark.parametrize("shape", ["-1", "-1 0 1", "-1 -1 -1", "-1 0 -1 1", "-1 -1 0 0 1", "-1 -1 0 1 1 2", SIXTEEN])
+def test_a_tree_is_priced_by_the_forwards_that_it_takes(shape: str) -> None:
+    engine, _ = toys()
+    text = PROGRAM.replace("depth ? width ?", f'depth 9 width 9 shape "{shape}"').replace("budget ?", "budget 0")
+    engine.equip(engine.drafters, source=lambda rule: parse(text))
+    model = engine.drafters["model"].model  # type: ignore[attr-defined]
+    seq = engine.submit(request([1, 2, 3], max_tokens=100))
+    engine.step()
+    before = model.forwards
+    engine.step()
+    parents = [int(p) for p in shape.split()]
+    assert seq.records[-1].drafted == (len(parents),) and model.forwards - before == calls(parents)
 
 
-def recounted(records: list[StepRecord]) -> dict[str, list[float]]:
-    """The cells of full trees of depth 2 and width 4, in which siblings stand in the order of their rank."""
-    hits: list[list[int]] = []
-    for r in records:
-        draft, out = r.draft, r.tokens[0]
-        for place in [-1, *([draft.token.index(out[0])] if len(out) > 1 and r.accepted[0] else [])]:
-            some = [draft.token[n] for n, parent in enumerate(draft.parent) if parent == place]
-            hits += [[token == out[place >= 0] for token in some]] if some else []
-    return {f"model r{k}": [len(hits), pytest.approx(sum(h[k] for h in hits) / len(hits))] for k in range(4)}
+def test_ranks_that_rise_by_chance_are_as_likely_as_the_one_before_and_those_never_right_are_left_out() -> None:
+    assert grown(known(0.01, 0.1, (0.3, 0.5, 0.0, 0.2)), ["model"]) == grown(known(0.01, 0.1, (0.3, 0.3)), ["model"])
+    parents = grown(known(0.01, 0.1, (0.3, 0.5, 0.0, 0.2)), ["model"])["model"]
+    assert max(parents.count(p) for p in parents) == 2
 
 
-def test_ranks_are_counted_on_real_texts_and_nothing_else_is_learned() -> None:
+def test_few_observations_are_not_believed() -> None:
+    """A second guess that was right once is not yet worth a node."""
+    data = known(0.2, 0.2, (0.5, 0.5))
+    assert len(grown(data, ["model"])["model"]) == 2
+    data["next"]["model r1"][0] = 1.0
+    assert grown(data, ["model"])["model"] == [-1]
+
+
+def test_without_ranks_the_plan_is_the_chain_of_before(tmp_path: Path) -> None:
+    """Also for those drafters that have none, beside one that has."""
+    chain = specialised(tmp_path, known(0.05, 0.05), trees=False)
+    assert proposal(chain) == "depth 3 width 1" and specialised(tmp_path, known(0.05, 0.05)) == chain
+    both = PROGRAM.replace(
+        "  %kept", '  %near = outrider.propose "lookup" on %text depth ? width ? : point\n  %all = outrider.union %draft, %near\n  %kept', 1
+    )
+    both = both.replace("prune %draft", "prune %all")
+    lines = [[line for line in specialised(tmp_path, known(0.05, 0.05, ranks), both).splitlines() if "propose" in line] for ranks in ((), THREE)]
+    assert lines[0][1] == lines[1][1] and "shape" not in lines[0][0] and "shape" in lines[1][0]
+    ranked = specialised(tmp_path, known(0.05, 0.05, THREE), trees=False)
+    assert ranked == chain, "nobody asked for trees"
+
+
+KEPT = {
+    "drawn": PROGRAM.replace(": point", ": sampled").replace("budget ?", "budget ? unless sampled").replace("coupled", "exact"),
+    "one path": PROGRAM.replace("budget ?", "budget ? chain"),
+    "fixed depth": PROGRAM.replace("depth ?", "depth 2"),
+    "fixed width": PROGRAM.replace("width ?", "width 2"),
+    "fixed tree": PROGRAM.replace("depth ? width ?", 'depth 2 width 2 shape "-1 -1 0"'),
+    "out of order": PROGRAM.replace("width ?", 'width ? order "best-first"'),
+    "relay": PROGRAM.replace('"model" on', '"lookup" on').replace("  %kept", '  %m = outrider.relay "model" over %draft depth ? : point\n  %kept', 1).replace(
+        "prune %draft", "prune %m"),
+    "after": PROGRAM.replace('"model" on', '"lookup" on').replace(
+        "  %kept", '  %m = outrider.propose "model" after %draft depth ? width ? : point\n  %kept', 1).replace("prune %draft", "prune %m"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_where_no_tree_may_stand_or_the_program_says_what_to_do_all_stays(tmp_path: Path, kept: str) -> None:
+    """Chances by rank are of what a drafter chooses, and trees are drawn from the roots."""
+    data = known(0.05, 0.05, THREE)
+    assert "shape" in specialised(tmp_path, data)
+    assert specialised(tmp_path, data, KEPT[kept]) == specialised(tmp_path, data, KEPT[kept], trees=False)
+
+
+def test_what_would_be_drawn_is_chosen_at_temperature_0_and_may_be_a_tree(tmp_path: Path) -> None:
+    cold = KEPT["drawn"].replace('by "exact"', 'by "exact" at temperature 0')
+    assert "shape" in specialised(tmp_path, known(0.05, 0.05, THREE), cold, before="canonicalize,")
+
+
+@pytest.mark.parametrize("cell", ["model r0", "model r1", "model s 2"])
+@pytest.mark.parametrize(
+    "held", [[3, 1.7], [3, -0.1], [-1, 0.5], [math.nan, 0.5], [3, math.nan], [math.inf, 0.5], [3], [1, 2, 3], "high", None, 7], ids=str
+)
+def test_nonsense_in_a_profile_is_refused_with_its_cell(tmp_path: Path, cell: str, held: Any) -> None:
+    data = known(0.05, 0.05, THREE)
+    data["next"][cell] = held
+    with pytest.raises(OutriderError, match=f"the profile's '{cell}' is .*the share that came true.*outrider profile"):
+        specialised(tmp_path, data)
+
+
+@pytest.mark.parametrize(("node", "word"), [(-1.0, None), (None, "costs")], ids=str)
+def test_a_profile_without_costs_is_refused(tmp_path: Path, node: float | None, word: str | None) -> None:
+    data = known(0.05, 0.05, THREE)
+    if word:
+        del data[word]
+    else:
+        data["costs"]["verify"] = {}
+    with pytest.raises(OutriderError, match="says nothing of what steps cost"):
+        specialised(tmp_path, data)
+
+
+def test_a_later_schedule_draws_its_own_tree_and_gives_a_shape_no_order(tmp_path: Path) -> None:
+    chosen = specialised(tmp_path, known(0.05, 0.05, THREE))
+    assert proposal(opt(chosen, "tree", 'schedule{trees="model:0.9" nodes=3}')) == "depth 3 width 1"
+    assert proposal(opt(chosen, "tree", 'schedule{trees="model:0.6,0.3" nodes=3}')) == 'depth 2 width 2 shape "-1 0 -1"'
+    assert opt(chosen, "tree", 'schedule{order="best-first"}') == chosen
+
+
+def test_trees_need_a_profile() -> None:
+    with pytest.raises(OutriderError, match="trees are chosen by a profile"):
+        opt(PROGRAM, "tree", 'specialize{plan="model:4" trees=true}')
+
+
+# --- writing
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("hot", [None, 0])
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_the_chosen_tree_writes_what_plain_decoding_writes(tmp_path: Path, rule: str, hot: int | None, rows: int) -> None:
+    chosen = specialised(tmp_path, known(0.01, 0.05, THREE))
+    want, _, _ = written(lambda rule: None, Plan, rule, rows=rows, tokens=24, hot=hot)
+    text, records, _ = written(lambda rule: parse(chosen), lambda: Plan((("model", 1, 1),)), rule, rows=rows, tokens=24, hot=hot)
+    assert text == want
+    assert nested([int(p) for p in SIXTEEN.split()]) in [nested(r.draft.parent) for r in records if r.draft], "of the first row"
+
+
+def test_from_measuring_to_a_tree_that_runs(tmp_path: Path) -> None:
+    """Costs on a clock that ticks once a look, chances on texts: whatever comes of it, it is a program that writes plain's text."""
     engine, tables = toys()
-    before, known, asked = parts(engine), tables.state(), [request([1, 2, 3, i], f"k{i}", max_tokens=20) for i in range(3)]
-    taken, records = rank(engine, tables, asked, patience=1e9), list(engine.ring)
-    assert taken == len(records) and {r.plan.drafters for r in records} == {(("model", *MEASURED),)}
-    texts = [[t for r in records if r.requests == (a.id,) for t in r.tokens[0]] for a in asked]
-    assert texts == plain(ToyModel(12, 5), asked)
-    assert ranks_of(tables) == recounted(records) == tables.next.cells and tables.next.cells["model r0"][0] > len(records)
-    assert {**tables.state(), "next": {}} == {**known, "next": {}}
-    assert parts(engine) == before and at_rest(engine)
-
-
-def test_every_text_is_heard_when_time_is_short_and_who_has_no_model_is_not_asked() -> None:
-    engine, tables = toys()
-    assert rank(engine, tables, [request([1, 2, i], f"k{i}", max_tokens=50) for i in range(4)], patience=0.0) == 4
-    engine.equip({"lookup": Lookup()})
-    assert rank(engine, tables, [request([1, 2, 3])], patience=1e9) == 0
-
-
-def test_whoever_interrupts_the_count_keeps_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, tables = toys()
-    before, score, calls = parts(engine), engine.target.score, itertools.count()
-
-    def interrupted(*args: object) -> object:
-        if next(calls) == 10:
-            raise KeyboardInterrupt
-        return score(*args)
-
-    monkeypatch.setattr(engine.target, "score", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rank(engine, tables, [request([1, 2, 3], max_tokens=500)], patience=1e9)
-    assert tables.next.cells == recounted(list(engine.ring)) and len(engine.ring) == 10
-    assert parts(engine) == before and at_rest(engine)
-
-
-def test_ranks_are_not_counted_while_requests_run() -> None:
-    engine, tables = toys()
-    seq = engine.submit(request([1, 2, 3]))
-    with pytest.raises(OutriderError, match="while requests run"):
-        rank(engine, tables, [request([1, 2])], patience=1e9)
-    assert not tables.next.cells
-    engine.cancel(seq)
+    sweep(engine, tables, context=100, patience=1e9, repeats=1)
+    rank(engine, tables, [request([1, 2, 3, i], f"k{i}", max_tokens=60) for i in range(4)], patience=1e9)
+    chosen = specialised(tmp_path, tables.state())
+    engine.equip(engine.drafters, source=lambda rule: parse(chosen))
+    asked = request([1, 2, 3, 1, 2], max_tokens=40)
+    seq = engine.submit(asked)
+    while seq.finish_reason is None:
+        engine.step()
+    assert [seq.generated] == plain(ToyModel(12, 5), [asked])

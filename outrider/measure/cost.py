@@ -69,6 +69,14 @@ def overlapped(alpha: float, gamma: int, *, draft: float, verify: float, sync: f
     return draft + verify - alpha ** (gamma + 1) * hidden + sync
 
 
+def expected_accepted(parents: Sequence[int], ranks: Sequence[float]) -> float:
+    """Nodes of a tree that come out on average, by the same chances; siblings stand in the order of their rank."""
+    chance: list[float] = []
+    for n, parent in enumerate(parents):
+        chance.append(ranks[parents[:n].count(parent)] * (1.0 if parent < 0 else chance[parent]))
+    return sum(chance)
+
+
 class Situation(NamedTuple):
     """What a step's cost hangs on besides its draft: what serves the target, rows together (to a power of two), context
     (likewise, from 512 on), and whether any row is sampled."""

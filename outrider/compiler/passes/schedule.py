@@ -11,13 +11,13 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from outrider.compiler.passes.inline_early_exit import layers_of
+from outrider.compiler.passes.specialize import draw
 from outrider.core.errors import OutriderError
 from outrider.core.types import TARGET
 from outrider.ir.deciding import ProgramOp
 from outrider.ir.drafting import ProposeOp, PruneOp, UnionOp
 from outrider.ir.text import programs
 from outrider.ir.types import ON, OVER, value_of
-from outrider.ir.types import number as number_attr
 from outrider.measure.cost import best_tree, overlapped
 
 UNKNOWN = 1e9  # last
@@ -54,8 +54,8 @@ class Schedule(ModulePass):
                 if one.name_of in devices:
                     one.device = StringAttr(devices[one.name_of])
                 if one.name_of in trees and one.how.data == ON:
-                    _shape(one, trees[one.name_of], self.nodes)
-                elif one.order is None and (value_of(one.width) or 1) > 1 and one.how.data != OVER and self.order != "level":
+                    draw(one, best_tree(trees[one.name_of], self.nodes, value_of(one.depth) or self.nodes))
+                elif one.order is None and one.shape is None and (value_of(one.width) or 1) > 1 and one.how.data != OVER and self.order != "level":
                     one.order = StringAttr(self.order)
                 if one.name_of in alike:
                     one.properties.pop("overlapped", None)  # decided anew
@@ -91,15 +91,6 @@ def _apart(one: ProposeOp, program: ProgramOp, target: str | None) -> bool:
     cut = any(0 < (value_of(o.budget) or 0) < depth for o in program.body.block.ops if isinstance(o, PruneOp))
     chain = one.how.data == ON and not one.beside and value_of(one.width) == 1 and one.shape is None and depth > 0
     return chain and alone and not cut
-
-
-def _shape(one: ProposeOp, ranks: list[float], nodes: int) -> None:
-    parents = best_tree(ranks, nodes, value_of(one.depth) or nodes)
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
-    one.shape = StringAttr(" ".join(map(str, parents)))
-    one.depth, one.width = number_attr(max(depth)), number_attr(max(parents.count(p) for p in parents))
 
 
 def _chances(name: str, ranks: str) -> list[float]:
