@@ -8,18 +8,17 @@ Sees records and drafts, never logits; what it returns cannot change a text.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from outrider.control.guard import Ledger
-from outrider.control.predict import LEVELS
 from outrider.control.rows import PATIENCE, WHOLE, Row, awake, remember
+from outrider.control.step import PROBED, Step
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core import tree
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
 
-MARGIN, RISK = 0.03, 0.10  # what a plan must promise more than plain decoding; and to start a drafter that costs something
-PROBE, RARELY, PROBED = 32, 1024, 2  # steps between tries of a drafter that does not seem to pay, at first and at last; its levels
+RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
+PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHOLE
@@ -31,24 +30,6 @@ RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for th
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 EARN = 7  # most plain steps in a row that earn credit and are not thought about
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
-
-
-@dataclass(slots=True)
-class Step:
-    """The step under way. In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
-    drafter. `survival`: of the draft's nodes. `best`: (nodes the draft had, nodes a row that were best, the score of that)."""
-
-    page: Page
-    rows: list[Row]
-    room: float
-    plain: float
-    spent: float = 0.0
-    levels: dict[str, int] = field(default_factory=dict)
-    survival: list[float] = field(default_factory=list)
-    best: tuple[int, int, float] = (0, 0, 1.0)
-    promised: dict[str, float] = field(default_factory=dict)
-    refused: bool = False  # did the guard keep a drafter from starting?
-    trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
 
 class Adaptive:
@@ -92,7 +73,7 @@ class Adaptive:
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._earn(missing, page)
-        self.step = Step(page, rows, room, page.steady if self.calm >= CALM else 1.0)
+        self.step = Step(self.tables, page, rows, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
@@ -151,7 +132,7 @@ class Adaptive:
         elif cheap and draft.depth[frontier[0]] > level:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
-            going = self._deeper(seqs, name, draft, frontier)
+            going = step.deeper(name, draft, frontier)
         if going:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
@@ -177,9 +158,9 @@ class Adaptive:
         if self.steps < self.due[name]:
             if best * step.plain < 1 + RISK:
                 return self._later(name)
-            if draft.token and best < self._best(draft)[1]:
+            if draft.token and best < step.best(draft)[1]:
                 return False
-        have = max(self._best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
+        have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         most = max([promise.levels for promise in alone])
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
         if step.spent + wait + page.drafting[name][most] + page.seconds[most] + RESERVE > step.room:
@@ -224,67 +205,11 @@ class Adaptive:
         page, costs = self.step.page, self.tables.costs  # type: ignore[union-attr]
         return costs.catching_up(name, page.at, behind) * costs.pace / page.plain
 
-    def _deeper(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
-        """Does any number of levels more pay? Looking one ahead would stop in front of every step and cliff of the costs."""
-        step = self.step
-        assert step is not None
-        page, level, rows = step.page, step.levels[name], len(seqs)
-        if not frontier or (step.trial and level >= PROBED):
-            return []
-        survival = self._survivals(draft)
-        have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
-        cost = step.spent + page.verify[min(nodes, DEEPEST)]
-        reach = sum([survival[n] * self.tables.below(name, draft.score[n]) for n in frontier])
-        drafting, gained = page.drafting[name], 0.0
-        for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
-            gained += reach * page.after[name] ** (m - 1)
-            then = step.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
-            if gained * cost > (then - cost) * have and then <= step.room:
-                return frontier
-        return []
-
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """By what was learned of the drafters; by their own scores where nothing is decided."""
-        return tree.survival(draft) if self.step is None else list(self._survivals(draft))
+        return tree.survival(draft) if self.step is None else list(self.step.survivals(draft))
 
     # Before verification.
-
-    def _survivals(self, draft: Draft) -> list[float]:
-        """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
-        step = self.step
-        assert step is not None
-        out, page, chance, bits = step.survival, step.page, self.tables.chance, self.tables.bits.items()
-        alike, p = (0, -1.0), 0.0  # deep nodes of one source and one score are as likely as each other
-        for n in range(len(out), len(draft)):
-            depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
-            if depth <= LEVELS or (source, score) != alike:
-                history = step.rows[draft.row[n]].history
-                p = max([chance(page, name, depth, score, history) for name, bit in bits if source & bit])
-                alike = (source, score)
-            out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
-        return out
-
-    def _best(self, draft: Draft) -> tuple[int, float]:
-        """(nodes a row that are best verified, the score of that)."""
-        step = self.step
-        assert step is not None
-        if step.best[0] == len(draft):
-            return step.best[1:]
-        rows, survival, verify = draft.rows, self._survivals(draft), step.page.verify
-        lines = [sorted(survival, reverse=True)] if rows == 1 else [
-            sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)
-        ]  # fmt: skip
-        gained, best, at = float(rows), 1 / (step.spent + step.plain), 0
-        least = best * (1 + MARGIN)
-        for n in range(1, min(max(map(len, lines)), DEEPEST) + 1):
-            for line in lines:
-                if len(line) >= n:
-                    gained += line[n - 1]
-            score = gained / rows / (step.spent + verify[n])
-            if score > best and score >= least:
-                best, at = score, n
-        step.best = len(draft), at, best
-        return at, best
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         step = self.step
@@ -292,14 +217,16 @@ class Adaptive:
             return None, reason
         if not draft.token:
             return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
-        if any(kind != POINT for kind in draft.kind):
+        if draft.kind.count(POINT) < len(draft):
             return None, "depth:drawn"
         most, why = self._most(draft)
-        if most >= max([draft.row.count(r) for r in range(draft.rows)]):
+        if most >= _longest(draft):
             kept = list(range(len(draft)))
+        elif tree.straight(draft):
+            kept = list(range(most))
         else:
-            left, kept = [most] * draft.rows, []
-            for n in sorted(range(len(draft)), key=lambda n: -step.survival[n]):
+            left, kept, survival = [most] * draft.rows, [], step.survivals(draft)
+            for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
                 if left[draft.row[n]]:
                     left[draft.row[n]] -= 1
                     kept.append(n)
@@ -310,8 +237,8 @@ class Adaptive:
         """Nodes a row to verify, and why."""
         step = self.step
         assert step is not None
-        most, _ = self._best(draft)
-        longest = max([draft.row.count(r) for r in range(draft.rows)])
+        most, _ = step.best(draft)
+        longest = _longest(draft)
         why = "off:unpaid" if most == 0 else "depth:all" if most >= longest else "depth:trimmed"
         if step.trial and most < PROBED:
             most, why = PROBED, "probe:drafter"
@@ -400,6 +327,11 @@ class Adaptive:
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
+
+
+def _longest(draft: Draft) -> int:
+    """Nodes of the row that has most."""
+    return len(draft) if draft.rows == 1 else max([draft.row.count(r) for r in range(draft.rows)])
 
 
 def _plan(names: tuple[str, ...], depth: int) -> Plan:

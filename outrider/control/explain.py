@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from outrider.control.controller import MARGIN, Adaptive
+from outrider.control.controller import Adaptive
+from outrider.control.step import MARGIN
 from outrider.control.tables import LOOKED, UNSEEN, Tables
 from outrider.measure.cost import Situation
 

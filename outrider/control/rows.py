@@ -3,7 +3,10 @@ kept of its promises. Knows nothing of costs beyond what asking a drafter costs.
 """
 
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 
+from outrider.core import tree
 from outrider.core.types import Sequence, StepRecord
 from outrider.measure.cost import DEEPEST
 from outrider.measure.trace import verdicts
@@ -45,12 +48,25 @@ def awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
     return awake
 
 
+def _judged(rows: list[Row], record: StepRecord) -> None:
+    """Take in the verdicts."""
+    draft = record.draft
+    assert draft is not None
+    if tree.straight(draft):  # right up to the first that is not
+        right = sum(takewhile(bool, map(eq, draft.token, record.tokens[0])))
+        wrong = right < min(len(draft), len(record.tokens[0]))
+        rows[0].history = ((((rows[0].history + 1) << right) - 1) << wrong) & 0xFFFF
+        return
+    for n, verdict in verdicts(record):
+        row = rows[draft.row[n]]
+        row.history = (row.history << 1 | verdict) & 0xFFFF
+
+
 def remember(rows: list[Row], record: StepRecord, promised: dict[str, float], prices: dict[str, float]) -> None:
     """Take in a step in which drafters were asked. promised: tokens, by drafters that started on a promise; prices: what asking
     costs, in plain steps."""
-    for n, verdict in verdicts(record) if record.kept else ():
-        row = rows[record.draft.row[n]]  # type: ignore[union-attr]
-        row.history = (row.history << 1 | verdict) & 0xFFFF
+    if record.kept:
+        _judged(rows, record)
     for r, row in enumerate(rows):
         kept = record.drafted[r]
         row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE

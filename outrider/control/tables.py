@@ -7,6 +7,7 @@ Records are taken in a handful at a time: the work is the same, and code that ha
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from outrider.control.hedge import Hedge
@@ -74,6 +75,7 @@ class Tables:
         state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         state = state or {}
+        self.marked = cache(lambda source: [name for name, bit in bits.items() if source & bit])  # who made a node
         self.bits, self.costs, self.objective, self.energy = dict(bits), costs, objective, energy
         self.costs.take(state.get("costs", {}))
         self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))

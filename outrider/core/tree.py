@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,11 @@ def ancestors(draft: Draft, place: int) -> list[int]:
     return path[::-1]
 
 
+def straight(draft: Draft) -> bool:
+    """Is it one row's chain, as most drafts are?"""
+    return draft.rows == 1 and draft.parent == list(range(-1, len(draft) - 1))
+
+
 def children(draft: Draft) -> dict[int, list[int]]:
     """Place -> its child nodes in the order they are to be tried: sampled ones as drawn, then points."""
     table: dict[int, list[int]] = {}
@@ -180,6 +187,9 @@ def follow(draft: Draft, choice: list[int]) -> tuple[list[list[int]], list[int]]
 
     Returns the accepted path of each row and the token chosen where it ends.
     """
+    if straight(draft):
+        right = sum(takewhile(bool, map(eq, draft.token, choice)))
+        return [list(range(right))], [choice[right]]
     table, paths, bonus = children(draft), [], []
     for row in range(draft.rows):
         place, path = ~row, []

@@ -26,7 +26,8 @@ def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:
     limit = sampling.max_tokens - seq.produced
     keep, reason = (limit, "length") if len(new) >= limit else (len(new), None)
     first = max(0, sampling.min_tokens - seq.produced)
-    end = next((i + 1 for i, t in enumerate(new[:keep]) if t in request.ends and i >= first), None)
+    some = () if request.ends.isdisjoint(new) else enumerate(new[:keep])
+    end = next((i + 1 for i, t in some if t in request.ends and i >= first), None)
     if end is not None:
         keep, reason = end, "stop"
     if request.cut and first < keep and (found := request.cut([*seq.generated, *new[:first]], new[first:keep])) is not None:

@@ -5,9 +5,10 @@ Everything before commit writes scratch only, so a step that fails or is interru
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Engine:
     def equip(self, drafters: Mapping[str, Drafter], stages: Stages | None = None, **jit: Any) -> None:
         """Take other drafters, between requests. stages: who guesses beside whom, and who takes over from whom; jit: fields of Jit."""
         self.drafters, self.bits = drafters, {name: 1 << i for i, name in enumerate(drafters)}
+        self.marked = cache(lambda source: [name for name, bit in self.bits.items() if source & bit])
         draws = {name: getattr(part, "draws", True) for name, part in drafters.items()}
         self.jit = Jit([[name] for name in drafters] if stages is None else stages, draws, self.bits, chain=self.strict, **jit)
 
@@ -148,33 +150,30 @@ class Engine:
             drafter.observe(seqs, draft, outcome)
 
     def _names(self, source: int) -> str:
-        return "+".join(name for name, bit in self.bits.items() if source & bit)
+        return "+".join(self.marked(source))
 
     def _record(self, seqs: list[Sequence], plan: Plan, done: Done, outcome: Outcome, emitted: list[list[int]], clock: Clock, tier: str) -> None:
         full, draft = done.full, done.draft
-        credit: Counter[tuple[str, int]] = Counter()
-        for path in outcome.paths:
-            for n in path:
-                credit.update((name, draft.depth[n]) for name, bit in self.bits.items() if draft.source[n] & bit)
+        right = [(name, draft.depth[n]) for path in outcome.paths for n in path for name in self.marked(draft.source[n])]
         record = StepRecord(
             plan=plan,
-            requests=tuple(s.request.id for s in seqs),
-            context=tuple(len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)),
-            drafted=tuple(draft.row.count(r) for r in range(len(seqs))),
+            requests=tuple([s.request.id for s in seqs]),
+            context=tuple([len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)]),
+            drafted=tuple([draft.row.count(r) for r in range(len(seqs))]),
             accepted=tuple(map(len, outcome.paths)),
             emitted=tuple(map(len, emitted)),
             discarded=tuple(outcome.discarded),
-            accepted_by=dict(credit),
+            accepted_by={each: right.count(each) for each in right},
             seconds=clock.seconds,
             reading=Reading(sum(clock.seconds.values()), None, "none", "wall clock of the step"),
             reason=done.reason,
             forward={name: meter.take() for name, meter in self.meters.items()},
             tiers={"step": tier, **{name: meter.tier for name, meter in self.meters.items()}},
-            trimmed=tuple(full.row.count(r) - draft.row.count(r) for r in range(len(seqs))),
+            trimmed=tuple([full.row.count(r) - draft.row.count(r) for r in range(len(seqs))]),
             levels=done.levels,
             draft=full if full.q is None else replace(full, q=None),
             kept=tuple(done.kept),
-            tokens=tuple(tuple(new) for new in emitted),
+            tokens=tuple(map(tuple, emitted)),
         )
         self.ring.append(record)
         for seq in seqs:

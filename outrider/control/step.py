@@ -1,0 +1,103 @@
+"""The step under way, and the ratio rule: what its draft is worth, and whether more of it would be.
+
+A plan's score is (1 + F) / C: tokens expected over what the step costs in plain steps. F sums the survivals of the nodes that
+are verified. Prices and chances come from the tables' page; nothing is learned here.
+"""
+
+import itertools
+import operator
+from dataclasses import dataclass, field
+
+from outrider.control.predict import LEVELS
+from outrider.control.rows import Row
+from outrider.control.tables import Page, Tables
+from outrider.core import tree
+from outrider.core.types import Draft, Places
+from outrider.measure.cost import DEEPEST
+
+MARGIN = 0.03  # what a plan must promise more than plain decoding
+PROBED = 2  # levels of a drafter that is tried
+
+
+@dataclass(slots=True)
+class Step:
+    """In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
+    drafter. `survival`: of the draft's nodes. `known`: (nodes the draft had, nodes a row that were best, the score of that)."""
+
+    tables: Tables
+    page: Page
+    rows: list[Row]
+    room: float
+    plain: float
+    spent: float = 0.0
+    levels: dict[str, int] = field(default_factory=dict)
+    survival: list[float] = field(default_factory=list)
+    known: tuple[int, int, float] = (0, 0, 1.0)
+    promised: dict[str, float] = field(default_factory=dict)
+    refused: bool = False  # did the guard keep a drafter from starting?
+    trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
+
+    def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:
+        """Does any number of levels more pay? Looking one ahead would stop in front of every step and cliff of the costs."""
+        page, level, rows = self.page, self.levels[name], len(self.rows)
+        if not frontier or (self.trial and level >= PROBED):
+            return []
+        survival = self.survivals(draft)
+        have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
+        cost = self.spent + page.verify[min(nodes, DEEPEST)]
+        reach = sum([survival[n] * self.tables.below(name, draft.score[n]) for n in frontier])
+        drafting, gained = page.drafting[name], 0.0
+        for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
+            gained += reach * page.after[name] ** (m - 1)
+            then = self.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
+            if gained * cost > (then - cost) * have and then <= self.room:
+                return frontier
+        return []
+
+    def survivals(self, draft: Draft) -> list[float]:
+        """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
+        out, page, chance = self.survival, self.page, self.tables.chance
+        alike, p = (0, -1.0), 0.0  # deep nodes of one source and one score are as likely as each other
+        for n in range(len(out), len(draft)):
+            depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
+            if depth <= LEVELS or (source, score) != alike:
+                history = self.rows[draft.row[n]].history
+                p = max([chance(page, name, depth, score, history) for name in self.tables.marked(source)])
+                alike = (source, score)
+            out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
+        return out
+
+    def best(self, draft: Draft) -> tuple[int, float]:
+        """(nodes a row that are best verified, the score of that)."""
+        if self.known[0] == len(draft):
+            return self.known[1:]
+        if tree.straight(draft):
+            self.known = len(draft), *self._best_of_chain(draft)
+            return self.known[1:]
+        rows, survival, verify = draft.rows, self.survivals(draft), self.page.verify
+        lines = [sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)]
+        gained, best, at = float(rows), 1 / (self.spent + self.plain), 0
+        least = best * (1 + MARGIN)
+        for n in range(1, min(max(map(len, lines)), DEEPEST) + 1):
+            for line in lines:
+                if len(line) >= n:
+                    gained += line[n - 1]
+            score = gained / rows / (self.spent + verify[n])
+            if score > best and score >= least:
+                best, at = score, n
+        self.known = len(draft), at, best
+        return at, best
+
+    def _best_of_chain(self, draft: Draft) -> tuple[int, float]:
+        """The same of a chain of one row, which is what most steps ask."""
+        page, history, alike, p = self.page, self.rows[0].history, (0, -1.0), 0.0
+        chances: list[float] = []
+        for n, (source, score) in enumerate(zip(draft.source[:DEEPEST], draft.score, strict=False), 1):
+            if n <= LEVELS or (source, score) != alike:
+                p, alike = max([self.tables.chance(page, name, n, score, history) for name in self.tables.marked(source)]), (source, score)
+            chances.append(p)
+        tokens = itertools.accumulate(itertools.accumulate(chances, operator.mul), initial=1.0)
+        scores = [gained / (self.spent + cost) for gained, cost in zip(tokens, page.verify, strict=False)]
+        plain = scores[0] = 1 / (self.spent + self.plain)
+        best = max(scores)
+        return (scores.index(best), best) if best >= plain * (1 + MARGIN) else (0, plain)

@@ -1,0 +1,73 @@
+"""What a draft is worth: the short ways for one row's chain give what the general ones give."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.control import rows as memory
+from outrider.control.rows import Row
+from outrider.control.step import Step
+from outrider.control.tables import Page, Tables
+from outrider.core import tree
+from outrider.core.types import Draft
+from outrider.measure.cost import DEEPEST, Costs, Situation
+from outrider.measure.trace import verdicts
+
+BITS = {"lookup": 1, "model": 2}
+
+
+def chain(rng: random.Random, most: int = 40) -> Draft:
+    """A chain of one row by one or two drafters, in runs of equal scores."""
+    count = rng.randint(1, most)
+    source, score = [rng.choice([1, 2, 3])], [rng.random()]
+    for _ in range(count - 1):
+        again = rng.random() < 0.7
+        source.append(source[-1] if again else rng.choice([1, 2, 3]))
+        score.append(score[-1] if again else rng.random())
+    depth = list(range(1, count + 1))
+    return Draft(1, [rng.randrange(3) for _ in depth], list(range(-1, count - 1)), [0] * count, depth, source, [0] * count, [-1] * count, score)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over curves with cliffs and dents; where nothing pays it is nothing."""
+    rng = random.Random(seed)
+    draft, verify = chain(rng), [1.0]
+    for _ in range(DEEPEST):
+        verify.append(max(verify[-1] + rng.choice([0.0, 0.02, 0.1, 0.7, -0.05]), 0.5))
+    tables = Tables(BITS, Costs({}), "static")
+    page = Page(Situation("", 1, 512, False), 1.0, 1.0, 1.0, verify, verify, {}, {}, 1.0, DEEPEST)
+    made = lambda: Step(tables, page, [Row(history=5)], 9.0, 1.0, spent=0.3 * (seed % 3))  # noqa: E731
+    short = made().best(draft)
+    monkeypatch.setattr(tree, "straight", lambda draft: False)
+    assert short == pytest.approx(made().best(draft), rel=1e-12)
+    if seed == 0:
+        verify[:] = [1.0 + n for n in range(DEEPEST + 1)]
+        assert made().best(draft)[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_verdicts_of_a_chain_are_those_of_its_nodes(seed: int) -> None:
+    """Right up to the first that is wrong, and none beyond where the text ends."""
+    rng = random.Random(seed)
+    draft = chain(rng, 9)
+    right = rng.randint(0, len(draft))
+    text = [*draft.token[:right], *[7] * rng.randint(0, 1)] or [7]
+    record, row, want = SimpleNamespace(draft=draft, tokens=(tuple(text),)), Row(history=rng.randrange(1 << 16)), 0
+    want = row.history
+    for _, verdict in verdicts(record):
+        want = (want << 1 | verdict) & 0xFFFF
+    memory._judged([row], record)
+    assert row.history == want
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_chain_is_walked_as_any_tree_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    draft = chain(rng, 9)
+    choice = [*draft.token[: rng.randint(0, len(draft))], *[rng.randrange(3) for _ in range(len(draft) + 1)]][: len(draft) + 1]
+    short = tree.follow(draft, choice)
+    monkeypatch.setattr(tree, "straight", lambda draft: False)
+    assert short == tree.follow(draft, choice)
+    assert not tree.straight(Draft(rows=2))
