@@ -9,6 +9,7 @@ import zoo
 from contracts import opened, random_draft, recompute, sequence
 
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.sampling import decided
 from outrider.core.types import MAX_NODES, Draft, Outcome
 from outrider.models.kv import Rows
@@ -79,6 +80,30 @@ def test_all_64_nodes_of_a_step_have_a_bit(window):
             path = tree.ancestors(draft, node)
             chain = [*range(7), *(7 + n for n in path)]  # in the order of positions
             assert found == set(chain if window is None else chain[-window:])
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("tail", [1, 3])
+@pytest.mark.parametrize("count", [1, 4, 5, 39])
+def test_a_chain_is_laid_out_as_any_tree_is(window, tail, count, monkeypatch):
+    """Columns, what is remembered as scratch, and where the places are, also where a window ends or the row is full."""
+    found = []
+    for short in (True, False):
+        if not short:
+            monkeypatch.setattr(tree, "straight", lambda draft: False)
+        rows = Rows("m", 1, 20, NoStore(), (None, window))
+        seqs = opened(rows, [18], tail)
+        draft = tree.run(Draft(rows=1), -1, [t % 5 for t in range(MAX_NODES)], 1, [0.5] * MAX_NODES)
+        layout = rows.layout(seqs, draft, [-1, *range(count)])
+        found.append((layout.blocks[0].table.tolist(), layout.blocks[0].read, layout.at, rows.of(seqs[0]).scratch, rows.of(seqs[0]).base))
+    assert found[0] == found[1]
+
+
+def test_a_chain_too_long_for_its_row_is_refused_with_its_size():
+    rows = Rows("m", 1, 20, NoStore(), (None,))
+    seqs, draft = opened(rows, [21]), tree.run(Draft(rows=1), -1, [1] * MAX_NODES, 1, [0.5] * MAX_NODES)
+    with pytest.raises(OutriderError, match="85 slots a row and needs 86"):
+        rows.layout(seqs, draft, tree.all_places(draft))
 
 
 def test_without_nodes_nobody_sees_scratch():

@@ -32,11 +32,13 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
         token = argmax(scores.logits)
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
-    found = [triple for line in scores.found.tolist() for triple in line]
+    lines = scores.found.tolist()
+    found = lines[0] if len(lines) == 1 else [triple for line in lines for triple in line]
     asked = found if scores.at is None else [found[i] for i in scores.at]
-    if any(isnan(value) for _, value, _ in asked):
+    chosen = [value - mass for _, value, mass in asked]
+    if isnan(sum(chosen)) and any(isnan(value) for _, value, _ in asked):
         raise _not_a_number()
-    return [int(token) for token, _, _ in asked], [value - mass for _, value, mass in asked]
+    return [int(token) for token, _, _ in asked], chosen
 
 
 def _not_a_number() -> OutriderError:

@@ -72,9 +72,10 @@ class Lookup:
         if cursor is None:
             return draft
         tokens, shares, last = state.index.follow(cursor, levels)
+        all_new = len(draft) + len(tokens)
         draft = tree.run(draft, place, tokens, source, [share * state.trust for share in shares])
         if tokens:
-            end = tree.descend(draft, place, tokens)
+            end = all_new - 1 if len(draft) == all_new else tree.descend(draft, place, tokens)
             state.cursors[draft.parent[end], tokens[-1]] = last
         return draft
 

@@ -34,19 +34,18 @@ class SuffixTree:
 
     def append(self, token: int) -> None:
         """Add one token to the text."""
-        self.text.append(token)
-        end = len(self.text)
-        grown: list[Node] = []
+        text, cap, grown = self.text, self.cap, list[Node]()
+        text.append(token)
+        end = len(text)
         for node in [*self.live, self.root]:
-            assert node.children is not None
-            child = node.children.get(token)
+            child = node.children.get(token)  # type: ignore[union-attr]
             if child is None:
-                node.children[token] = Node(1, end, node.depth + 1)
+                node.children[token] = Node(1, end, node.depth + 1)  # type: ignore[index]
                 continue
             child.count += 1
-            if child.depth < self.cap:
+            if child.depth < cap:
                 if child.children is None:  # a leaf: its single occurrence goes on with text[child.last]
-                    child.children = {self.text[child.last]: Node(1, child.last + 1, child.depth + 1)}
+                    child.children = {text[child.last]: Node(1, child.last + 1, child.depth + 1)}
                 child.last = end
                 grown.append(child)
         self.live = grown

@@ -153,6 +153,8 @@ class Rows:
         if len(places) == 1:  # the most frequent: a plain step, one more token of a chain
             row, columns = self._columns(seqs, draft, places[0])
             return Layout([self._block([row], [columns])], None if len(columns) == 1 else [len(columns) - 1])
+        if tree.straight(draft) and places == [-1, *range(len(places) - 1)] and not resume:
+            return self._straight(seqs[0], draft, len(places) - 1)
         lines: dict[int, list[Column]] = {}
         asked: list[tuple[int, int]] = []
         for place in places:
@@ -169,6 +171,18 @@ class Rows:
             size += len(run) * width
         at = [start[r] + c for r, c in asked]
         return Layout(blocks, None if at == list(range(size)) else at)
+
+    def _straight(self, seq: Sequence, draft: Draft, count: int) -> Layout:
+        """`layout` of one row's chain, root and `count` nodes: what most steps ask."""
+        row, columns = self._columns([seq], draft, -1)
+        start, base = len(columns) - 1, row.base
+        if base + count >= self.capacity or any(w is not None and w <= count for w in self.windows):  # too long, or not all sees all
+            columns += [self._node_column(row, draft, n) for n in range(count)]
+        else:
+            row.scratch = {n: (2 << n) - 1 for n in range(count)}
+            kinds = len(self.windows)
+            columns += [(draft.token[n], base + n, base + n, base, *[_signed(sees)] * kinds) for n, sees in row.scratch.items()]
+        return Layout([self._block([row], [columns])], list(range(start, start + count + 1)) if start else None)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
         """The row of a place and what scoring it computes: for a root the tokens not cached yet, for a node itself, after what of
