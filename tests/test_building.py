@@ -116,6 +116,7 @@ def test_tiers_say_off_and_building(folder, cache, started):
 
 
 def test_without_a_compiler_texts_come_and_it_is_said_once(folder, cache, started, monkeypatch, caplog):
+    compiled._say_once.cache_clear()  # another test may have heard it
     want = texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))[0]
     monkeypatch.setattr(compiled.shutil, "which", lambda *_: None)
     texts, tiers = texts_and_tiers(outrider.load(folder, [], compile="wait", dtype="float32"))

@@ -20,7 +20,7 @@ from outrider.core.sampling import decided
 from outrider.core.types import MAX_NODES, Draft, Plan, Scores
 from outrider.drafters.lookup import Lookup
 from outrider.models import compiled
-from outrider.models.compiled import SHAPES, STEADY, Compiled
+from outrider.models.compiled import SHAPES, Compiled
 from outrider.models.hf import HFModel
 from outrider.models.kv import Block
 from outrider.runtime.engine import Engine
@@ -47,7 +47,7 @@ def both_ways(model: HFModel, block: Block) -> tuple[tuple, list, tuple, list, l
     with torch.inference_mode():
         want = model.step(table, read, one)
     package = model.compiled.get(*block.table.shape[:2])
-    shape = "one" if block.table.shape[:2] == (1, 1) and model.compiled.singles > STEADY else "any"
+    shape = "one" if block.table.shape[:2] == (1, 1) and model.compiled.singles > model.compiled.steady else "any"
     assert package is model.compiled.packages[shape]
     return want, one, package(table, read, other), other, [x.clone() for x in rows]
 
@@ -204,6 +204,18 @@ def test_a_package_takes_the_fewer_threads_where_that_is_no_slower(served, monke
     assert package.threads == want
 
 
+@pytest.mark.parametrize(("one", "any_", "singles"), [(0.75, 1.0, 2), (0.96, 1.0, 12), (1.0, 1.0, None), (1.2, 1.0, None)])
+def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monkeypatch, one, any_, singles):
+    """Half a step is lost by changing to other weights: after so many single tokens in a row, or never."""
+    weighed, took = served.compiled, {"one": one, "any": any_}
+    name = {id(package): shape for shape, package in weighed.packages.items()}
+    monkeypatch.setattr(compiled, "seconds_of", lambda call, patience: took[name[id(call.func)]])
+    weighed._weigh()
+    weighed.get(1, 4)
+    used = [name[id(weighed.get(1, 1))] for _ in range(40)]
+    assert used == ["any"] * 40 if singles is None else used == ["any"] * singles + ["one"] * (40 - singles)
+
+
 def test_seconds_are_those_of_the_lower_quartile(monkeypatch):
     monkeypatch.undo()
     calls = []
@@ -249,6 +261,7 @@ def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache,
 def test_running_text_changes_over_when_the_package_comes(built, folder, cache, started, monkeypatch):
     """Eager steps serve until then; the wide package alone serves every shape until the narrow one is there."""
     monkeypatch.setattr(compiled, "POLL", 0.0)
+    monkeypatch.setattr(Compiled, "_weigh", lambda self: None)  # by the even clock the narrow one saves nothing
     model = model_of(folder)
     model.compiled = Compiled(recipe_of(folder), model.step)
     engine = Engine(model, {}, fixed(Plan()), 1)

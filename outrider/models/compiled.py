@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -37,7 +38,8 @@ SHAPES = ("any", "one")
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
-STEADY = 4  # single tokens in a row after which `one` serves them: to go from one copy of the weights to the other costs more than it saves
+COLD = 0.5  # of a step: what it costs to go from one copy of the weights to the other, and back
+WIDE = 8  # columns by which the threads of `any` are chosen: wide steps lose most by a wrong choice
 log = logging.getLogger("outrider")
 
 
@@ -125,7 +127,7 @@ class Compiled:
         self.recipe, self.step, self.folder = recipe, step, recipe.place()
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
-        self.misses, self.singles = 0, STEADY
+        self.misses, self.singles, self.steady = 0, 1 << 30, 0.0
         self.look()
         if self.reason == "eager:building" and not self._whole() and shutil.which(os.environ.get("CXX", "g++")) is None:
             self.reason = "eager:no-compiler"
@@ -165,12 +167,13 @@ class Compiled:
             if self.misses == HOT:
                 self._start()
         self.singles = self.singles + 1 if rows == width == 1 else 0
-        if self.singles and "one" in self.packages and (self.singles > STEADY or "any" not in self.packages):
+        if self.singles and "one" in self.packages and (self.singles > self.steady or "any" not in self.packages):
             return self.packages["one"]
         return self.packages.get("any") if width <= MAX_NODES else None
 
     def look(self) -> None:
         """Take up what has been built since the last look."""
+        before = len(self.packages)
         for shape in SHAPES:
             if shape not in self.packages and self._file(shape).exists():
                 try:
@@ -181,13 +184,25 @@ class Compiled:
                     log.warning("%s cannot be used and was removed: %s", self._file(shape), str(damaged).split("\n")[0])
         if len(self.packages) < len(SHAPES):
             self._failed()
+        if before < len(self.packages) == len(SHAPES):
+            self._weigh()
         self.looked = time.monotonic()
+
+    @torch.inference_mode()
+    def _weigh(self) -> None:
+        """After how many single tokens in a row `one` serves them (`steady`): as many as make up for going over to its copy of the weights."""
+        given = example(1, 1, len(self.step.windows), after=8), torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
+        taken = {
+            shape: min([seconds_of(functools.partial(package, *given), patience=0.03) for _ in range(2)]) for shape, package in self.packages.items()
+        }
+        gained = taken["any"] - taken["one"]
+        self.steady = COLD * taken["any"] / gained if gained > 0 else math.inf
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
         package = Package(self._file(shape), self.step, shape in self.recipe.frozen)
-        table, read = example(1, 1 if shape == "one" else 4, len(self.step.windows), after=8), torch.arange(64)
+        table, read = example(1, 1 if shape == "one" else WIDE, len(self.step.windows), after=8), torch.arange(64)
         rows = [torch.randn_like(x) for x in self.step.store.rows(0, 1)]  # something to attend to
         want, got = (run(table, read, rows)[0].float() for run in (self.step, package))
         if not float((want - got).abs().max()) <= 0.25 * float(want.std().clamp_min(1e-6)):
