@@ -232,13 +232,25 @@ def test_a_long_catching_up_is_counted_apart_from_levels() -> None:
     costs = table(model=measured({1: 0.5, 2: 1.0}))
     before = costs.state()["draft"]
     costs.drafted("model", AT, 2, 1.0 + 100 * 0.01, behind=100)
-    assert costs.state()["draft"] == before and costs.catch_up == {"model": pytest.approx(0.01)}
+    assert costs.state()["draft"] == before and costs.catch_up == {"model": {7: pytest.approx(0.01)}}
     costs.drafted("model", AT, 2, 1.0 + 100 * 5.0, behind=100)
-    assert costs.catch_up["model"] == pytest.approx(0.01 * (1 + 0.2 * (CLIP - 1))), "a stall counts for CLIP times what is known"
+    assert costs.catch_up["model"][7] == pytest.approx(0.01 * (1 + 0.2 * (CLIP - 1))), "a stall counts for CLIP times what is known"
     assert costs.catching_up("model", AT, FAR) == 0
-    assert costs.catching_up("model", AT, 200) == pytest.approx(200 * costs.catch_up["model"])
+    assert costs.catching_up("model", AT, 200) == pytest.approx(200 * costs.catch_up["model"][7])
     costs.drafted("model", AT, 2, 2.0, behind=FAR)
     assert costs.draft["model", AT].seen[2][0] == 51
+
+
+def test_few_tokens_cost_more_each_than_many() -> None:
+    """One forward reads 20 or 200: either number is priced by its like, one never met by the nearest."""
+    costs = table(model=measured({1: 0.5}))
+    for behind in (20, 200):
+        costs.drafted("model", AT, 1, 0.5 + 2.0, behind=behind)
+    assert costs.catching_up("model", AT, 25) == pytest.approx(2.5) and costs.catching_up("model", AT, 150) == pytest.approx(1.5)
+    assert costs.catching_up("model", AT, 1000) == pytest.approx(10.0)
+    again = Costs({})
+    again.take({"catch_up": {"model": [1, 0.02], "two words": [1, 0.03], "other 5": [3, 0.5]}})
+    assert again.catch_up == {"model": {8: 0.02}, "two words": {8: 0.03}, "other": {5: 0.5}}
 
 
 @pytest.mark.parametrize("seen", [{}, {4: 0.6}, {1: 0.5, 8: 1.0}], ids=str)

@@ -69,7 +69,7 @@ def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():
     assert set(tables.costs.draft) == {("model", at), ("lookup", at)}
     assert set(tables.costs.draft["model", at].seen) == set(profiler.LEVELS)
     assert tables.costs.plains[at] == tables.costs.verify[at].seen[0][0] > 0 and at in tables.costs.steady
-    assert tables.costs.catch_up["model"] >= 0
+    assert min(tables.costs.catch_up["model"].values()) >= 0
 
 
 def test_a_sweep_out_of_time_still_measures_plain_steps():

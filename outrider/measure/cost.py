@@ -157,7 +157,8 @@ class Curve:
 
 class Costs:
     """Seconds of all that a step is made of, by situation: `verify`, all of a step but its drafting, by nodes verified
-    a row; `draft`, by drafter and levels; `catch_up`, a drafter's seconds per token that it has not read yet.
+    a row; `draft`, by drafter and levels; `catch_up`, a drafter's seconds per token that it has not read yet,
+    by how many those are (to a power of two: few share a forward that costs as much as many).
 
     All are kept at pace 1; `pace` says how slow the machine is now beside that. `assumed`: a drafter's level over a
     plain step until it is measured.
@@ -167,7 +168,7 @@ class Costs:
         self.assumed = assumed
         self.verify: dict[Situation, Curve] = {}
         self.draft: dict[tuple[str, Situation], Curve] = {}
-        self.catch_up: dict[str, float] = {}
+        self.catch_up: dict[str, dict[int, float]] = {}
         self.pace = 1.0
         self.lately: dict[Situation, list[float]] = {}  # [observations, seconds] of a step of plain decoding, at the present pace
         self.plains: dict[Situation, int] = {}
@@ -178,7 +179,7 @@ class Costs:
         return {
             "verify": {at.name(): curve.state() for at, curve in self.verify.items()},
             "draft": {f"{name} @ {at.name()}": curve.state() for (name, at), curve in self.draft.items()},
-            "catch_up": {name: [1, each] for name, each in self.catch_up.items()},
+            "catch_up": {f"{name} {size}": [1, each] for name, sizes in self.catch_up.items() for size, each in sizes.items()},
             "steady": {at.name(): [1, seconds] for at, seconds in self.steady.items()},
             "plains": {at.name(): count for at, count in self.plains.items()},
         }
@@ -188,7 +189,11 @@ class Costs:
         self.verify = {named(at): Curve.of(curve) for at, curve in state.get("verify", {}).items()}
         pairs = {tuple(key.rsplit(" @ ", 1)): curve for key, curve in state.get("draft", {}).items()}
         self.draft = {(name, named(at)): Curve.of(curve) for (name, at), curve in pairs.items()}
-        self.catch_up = {name: each for name, (_, each) in state.get("catch_up", {}).items()}
+        self.catch_up = {}
+        for key, (_, each) in state.get("catch_up", {}).items():
+            name, _, size = key.rpartition(" ")
+            known, at = (name, int(size)) if size.isdigit() else (key, 8)  # one price for any number, as older files have it
+            self.catch_up.setdefault(known, {})[at] = each
         self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
         self.plains = {named(at): count for at, count in state.get("plains", {}).items()}
 
@@ -264,15 +269,19 @@ class Costs:
             curve.add(levels, seconds / self.pace)
             return
         each = max(seconds / self.pace - curve.line[levels], 0.0) / behind
-        known = self.catch_up.get(name)
-        self.catch_up[name] = each if known is None else known + 0.2 * (min(each, CLIP * known) - known)
+        sizes, size = self.catch_up.setdefault(name, {}), behind.bit_length()
+        known = sizes.get(size)
+        sizes[size] = each if known is None else known + 0.2 * (min(each, CLIP * known) - known)
 
     def catching_up(self, name: str, at: Situation, behind: int) -> float:
-        """Seconds before a drafter can begin, at pace 1."""
+        """Seconds before a drafter can begin, at pace 1. A number of tokens never met costs each what the nearest one does."""
         if behind <= FAR:
             return 0.0
+        sizes, size = self.catch_up.get(name), behind.bit_length()
+        if sizes:
+            return behind * (sizes[size] if size in sizes else sizes[min(sizes, key=lambda known: abs(known - size))])
         curve = self.drafting(name, at)
-        return behind * self.catch_up.get(name, 0.1 * curve.line[1] if curve else 0.0)
+        return behind * 0.1 * curve.line[1] if curve else 0.0
 
     def _keep_pace(self, ratio: float) -> None:
         self.pace *= 1 + PACE * (min(max(ratio / self.pace, 1 / CLIP), CLIP) - 1)

@@ -29,6 +29,7 @@ EVERY = 30.0  # seconds between two writings of what was learned
 NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
+CATCH = 256  # unread tokens for which the table shows what reading them costs
 TREE = (2, 4)  # depth and width of the trees in which guesses are counted by rank
 FILLER = "filler"
 log = logging.getLogger("outrider")
@@ -68,9 +69,9 @@ def table(costs: Costs) -> str:
     for at, curve in sorted(costs.verify.items()):
         line = curve.drawn().line
         lines.append(f"| {at.name()} | {' | '.join(f'{1e3 * line[n]:.2f}' for n in shown)} | {1e3 * costs.plainly(at):.2f} |")
-    lines += ["", f"| drafting levels, ms | {' | '.join(map(str, shown[1:]))} | catching up, us a token |", "|---" * (len(shown) + 1) + "|"]
+    lines += ["", f"| drafting levels, ms | {' | '.join(map(str, shown[1:]))} | reading {CATCH} tokens, us each |", "|---" * (len(shown) + 1) + "|"]
     for (name, at), curve in sorted(costs.draft.items()):
-        line, each = curve.drawn().line, 1e6 * costs.catch_up.get(name, 0.0)
+        line, each = curve.drawn().line, 1e6 * costs.catching_up(name, at, CATCH) / CATCH
         lines.append(f"| {name}, {at.name()} | {' | '.join(f'{1e3 * line[n]:.2f}' for n in shown[1:])} | {each:.1f} |")
     return "\n".join(lines)
 
@@ -220,7 +221,9 @@ class _Found:
             each = seen[max(seen)][1] / max(seen) if len(seen) > 2 else 0.1 * seen[min(seen)][1]  # who goes on in one call
             costs.draft[name, at] = Curve(0.0, each, seen)
             if name in self.far:
-                costs.catch_up[name] = median([max(took - seen[min(seen)][1], 0.0) / behind for behind, took in self.far[name]])
+                for size in {behind.bit_length() for behind, _ in self.far[name]}:
+                    some = [max(took - seen[min(seen)][1], 0.0) / behind for behind, took in self.far[name] if behind.bit_length() == size]
+                    costs.catch_up.setdefault(name, {})[size] = median(some)
 
 
 class Keeper:
