@@ -1,5 +1,6 @@
 """Random programs over the drafters and rules that exist, and engines that run them. Test modules share these."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,9 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Block, Operation, Region, SSAValue
 
 from outrider.compiler.passes.lower import refuse
+from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told
+from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
@@ -20,6 +23,7 @@ from outrider.ir.deciding import AcceptOp, CommitOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import ContextOp, EmptyOp, ProposeOp, PruneOp, RelayOp, UnionOp
 from outrider.ir.text import programs, verify
 from outrider.ir.types import AFTER, ON, OVER, POINT, SAMPLED, kind_of
+from outrider.measure.cost import Costs
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -112,7 +116,19 @@ class Picky(Told):
         return sorted(kept), "picked"
 
 
-def written(source: Callable[[str], ModuleOp], plans: Callable[[], Plan], rule: str, *, rows: int = 2, control: type[Told] = Told, seed: int = 0,
+def scheduler(say: object) -> Adaptive:
+    """The adaptive scheduler over the drafters below, all cheap enough to be asked; it chooses its own plans."""
+    tables = Tables(dict(zip(NAMES, (1, 2, 4), strict=True)), Costs(dict.fromkeys(NAMES, 0.02)))
+    return Adaptive(tables, lambda: "", 10.0)
+
+
+def ticks() -> Callable[[], float]:
+    """A clock of which every look takes a millisecond."""
+    count = itertools.count()
+    return lambda: 1e-3 * next(count)
+
+
+def written(source: Callable[[str], ModuleOp], plans: Callable[[], Plan], rule: str, *, rows: int = 2, control: Callable[..., Any] = Told, seed: int = 0,
             tokens: int = 10, **jit: Any) -> tuple[list[list[int]], list[StepRecord], Engine]:  # fmt: skip
     """The texts of three requests under a program, the records of their steps, and the engine."""
     target = ToyModel(VOCAB, 5, rows=rows, scale=1.5)
@@ -122,6 +138,7 @@ def written(source: Callable[[str], ModuleOp], plans: Callable[[], Plan], rule: 
         "weak": ModelDrafter(ToyModel(VOCAB, 77, rows=rows, name="weak draft"), "weak"),
     }
     engine = Engine(target, drafters, control(lambda seqs: (plans(), "random")), rows, source=source, **jit)
+    engine.now = ticks()
     heat = {} if rule == "greedy" else {"temperature": 0.9, "rule": rule}
     asked = [request([1 + i, 2, 3, 1, 2, 3][: 3 + i], f"p{i}", seed=seed + i, max_tokens=tokens, **heat) for i in range(3)]
     seqs = run(engine, asked)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from enumeration import Enumerator, completed, distance, law
 from enumeration import plain as plain_law
-from programs import NAMES, Contrary, Picky, random_plan, random_program, written
+from programs import NAMES, Contrary, Picky, random_plan, random_program, scheduler, written
 from test_exact_enumeration import PROMPT, Bench
 from xdsl.dialects.builtin import ModuleOp
 
@@ -82,6 +82,21 @@ def test_passes_change_no_text(rule: str, seed: int) -> None:
         plans = random.Random(seed)
         text, _, _ = written(lambda rule: module.clone(), lambda p=plans: random_plan(p), rule, front=front, hot=rng.choice([None, 0]))
         assert text == plain, f"{front}\n{show(Pipeline(passes(front)).run(module.clone()))}"
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("first", [0, 20, pytest.param(40, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.slow)])
+def test_any_program_runs_under_the_scheduler(first: int, rule: str) -> None:
+    """Whoever is asked first about nodes, twice about roots, or about roots after nodes: it answers, and the text stays."""
+    drafted = 0
+    for seed in range(first, first + 20):
+        rng = random.Random(f"{seed} {rule}")
+        module, rows, hot = random_program(rng, rule), rng.choice([1, 2, 3]), rng.choice([None, 0])
+        plain, _, _ = written(lambda rule, m=module: m.clone(), Plan, rule, rows=rows, front=(), hot=None, tokens=40)
+        texts, records, _ = written(lambda rule, m=module: m.clone(), Plan, rule, rows=rows, control=scheduler, hot=hot, tokens=40)
+        assert texts == plain, f"seed {seed}\n{show(module)}"
+        drafted += sum(sum(r.drafted) for r in records)
+    assert drafted > 100
 
 
 def test_every_pass_is_run_somewhere() -> None:

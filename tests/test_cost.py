@@ -244,13 +244,22 @@ def test_a_long_catching_up_is_counted_apart_from_levels() -> None:
 def test_few_tokens_cost_more_each_than_many() -> None:
     """One forward reads 20 or 200: either number is priced by its like, one never met by the nearest."""
     costs = table(model=measured({1: 0.5}))
-    for behind in (20, 200):
-        costs.drafted("model", AT, 1, 0.5 + 2.0, behind=behind)
-    assert costs.catching_up("model", AT, 25) == pytest.approx(2.5) and costs.catching_up("model", AT, 150) == pytest.approx(1.5)
-    assert costs.catching_up("model", AT, 1000) == pytest.approx(10.0)
+    for _ in range(60):
+        for behind in (20, 200):
+            costs.drafted("model", AT, 1, 0.5 + 2.0, behind=behind)
+    assert costs.catching_up("model", AT, 25) == pytest.approx(2.5, 1e-3)
+    assert costs.catching_up("model", AT, 150) == pytest.approx(1.5, 1e-3) and costs.catching_up("model", AT, 1000) == pytest.approx(10.0, 1e-3)
     again = Costs({})
-    again.take({"catch_up": {"model": [1, 0.02], "two words": [1, 0.03], "other 5": [3, 0.5]}})
-    assert again.catch_up == {"model": {8: 0.02}, "two words": {8: 0.03}, "other": {5: 0.5}}
+    again.take({"catch_up": {"model": [1, 0.02], "my model 2": [1, 0.03], "other @ 5": [3, 0.5]}})
+    assert again.catch_up == {"model": {8: 0.02}, "my model 2": {8: 0.03}, "other": {5: 0.5}}
+
+
+def test_one_stall_at_a_number_first_met_does_not_set_its_price() -> None:
+    """It counts for CLIP times what the nearest number costs."""
+    costs = table(model=measured({1: 0.5}))
+    costs.drafted("model", AT, 1, 0.5 + 200 * 0.01, behind=200)
+    costs.drafted("model", AT, 1, 0.5 + 300 * 5.0, behind=300)
+    assert costs.catch_up["model"] == {8: pytest.approx(0.01), 9: pytest.approx(0.01 * (1 + 0.2 * (CLIP - 1)))}
 
 
 @pytest.mark.parametrize("seen", [{}, {4: 0.6}, {1: 0.5, 8: 1.0}], ids=str)

@@ -81,9 +81,10 @@ def test_a_chain_a_lone_child_and_what_is_drawn_count_for_no_rank() -> None:
 
 
 def test_each_drafter_is_ranked_among_its_own() -> None:
-    """What both guessed is a guess of either; the other's likelier token takes no rank away."""
-    nodes = [(-1, 5, 2, 0.9), (-1, 6, 3, 0.5), (-1, 7, 1, 0.4)]
-    assert counted(record(nodes, [6, 1])) == {"model r0": [1, 1], "model r1": [1, 0], "other r0": [1, 0], "other r1": [1, 1]}
+    """The other's likelier token takes no rank away. What both guessed has the score of who was first: such a place counts for neither."""
+    nodes = [(-1, 5, 2, 0.9), (-1, 6, 2, 0.5), (-1, 7, 1, 0.4), (-1, 8, 1, 0.3)]
+    assert counted(record(nodes, [6, 1])) == {"model r0": [1, 0], "model r1": [1, 0], "other r0": [1, 0], "other r1": [1, 1]}
+    assert counted(record([(-1, 5, 2, 0.9), (-1, 6, 3, 0.5), (-1, 7, 1, 0.4)], [6, 1])) == {}
 
 
 def test_ranks_beyond_the_eighth_are_not_told_apart() -> None:

@@ -161,7 +161,7 @@ class Forest:
                 break
             first = len(self.full)
             self.extend(name, frontier, across, hidden, 1)
-            waiting = [p for p in waiting if p not in asked] + list(range(first, len(self.full)))  # what was refused stays so
+            waiting = [p for p in waiting if p not in asked] + list(range(first, len(self.full)))  # what was refused, or did not fit, stays so
             rounds += 1
         return self._grown(name, rounds, before, seen)
 

@@ -126,10 +126,10 @@ class Adaptive:
         drafting, level, cheap = step.page.drafting[name], step.levels.get(name), name not in step.page.alone
         if level is None:
             level = step.levels[name] = 0
-            going = [p for p in frontier if not step.rows[~p].rest.get(name)]
+            going = [p for p in frontier if not step.rows[~p if p < 0 else draft.row[p]].rest.get(name)]
             if going and not (self._affords(seqs, name) if cheap else self._pays(seqs, name, draft)):
                 going = []
-        elif cheap and draft.depth[frontier[0]] > level:
+        elif cheap and frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             going = step.deeper(name, draft, frontier)

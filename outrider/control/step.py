@@ -45,7 +45,9 @@ class Step:
         survival = self.survivals(draft)
         have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
         cost = self.spent + page.verify[min(nodes, DEEPEST)]
-        reach = sum([survival[n] * self.tables.below(name, draft.score[n]) for n in frontier])
+        reach = sum(
+            [survival[p] * self.tables.below(name, draft.score[p]) if p >= 0 else self.tables.first(name, self.rows[~p].history) for p in frontier]
+        )
         drafting, gained = page.drafting[name], 0.0
         for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
             gained += reach * page.after[name] ** (m - 1)

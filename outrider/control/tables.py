@@ -115,7 +115,7 @@ class Tables:
         )
         for name in self.bits:
             if drafting[name][1] > LOOK:
-                page.alone[name] = [self._alone(page, name, self.next.share(f"{name} s {last}", UNSEEN)) for last in range(4)]
+                page.alone[name] = [self._alone(page, name, self.first(name, last)) for last in range(4)]
         return page
 
     def measured(self, name: str, at: Situation) -> bool:
@@ -156,6 +156,10 @@ class Tables:
     def below(self, name: str, score: float) -> float:
         """That the unseen child of an accepted node with this score is accepted."""
         return self.next.share(f"{name} {bucket(score)}", score)
+
+    def first(self, name: str, history: int) -> float:
+        """That a drafter's first guess, not yet made, is accepted after such verdicts."""
+        return self.next.share(f"{name} s {history & 3}", UNSEEN)
 
     def take_in(self, lessons: list[Lesson]) -> None:
         """Learn from steps, oldest first."""

@@ -179,7 +179,7 @@ class Costs:
         return {
             "verify": {at.name(): curve.state() for at, curve in self.verify.items()},
             "draft": {f"{name} @ {at.name()}": curve.state() for (name, at), curve in self.draft.items()},
-            "catch_up": {f"{name} {size}": [1, each] for name, sizes in self.catch_up.items() for size, each in sizes.items()},
+            "catch_up": {f"{name} @ {size}": [1, each] for name, sizes in self.catch_up.items() for size, each in sizes.items()},
             "steady": {at.name(): [1, seconds] for at, seconds in self.steady.items()},
             "plains": {at.name(): count for at, count in self.plains.items()},
         }
@@ -191,9 +191,8 @@ class Costs:
         self.draft = {(name, named(at)): Curve.of(curve) for (name, at), curve in pairs.items()}
         self.catch_up = {}
         for key, (_, each) in state.get("catch_up", {}).items():
-            name, _, size = key.rpartition(" ")
-            known, at = (name, int(size)) if size.isdigit() else (key, 8)  # one price for any number, as older files have it
-            self.catch_up.setdefault(known, {})[at] = each
+            name, mark, size = key.rpartition(" @ ")
+            self.catch_up.setdefault(name if mark else key, {})[int(size) if mark else 8] = each  # older files have one price for any number
         self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
         self.plains = {named(at): count for at, count in state.get("plains", {}).items()}
 
@@ -269,22 +268,26 @@ class Costs:
             curve.add(levels, seconds / self.pace)
             return
         each = max(seconds / self.pace - curve.line[levels], 0.0) / behind
-        sizes, size = self.catch_up.setdefault(name, {}), behind.bit_length()
-        known = sizes.get(size)
-        sizes[size] = each if known is None else known + 0.2 * (min(each, CLIP * known) - known)
+        sizes = self.catch_up.setdefault(name, {})
+        known = _like(sizes, behind) if sizes else each
+        sizes[behind.bit_length()] = known + 0.2 * (min(each, CLIP * known) - known)
 
     def catching_up(self, name: str, at: Situation, behind: int) -> float:
         """Seconds before a drafter can begin, at pace 1. A number of tokens never met costs each what the nearest one does."""
         if behind <= FAR:
             return 0.0
-        sizes, size = self.catch_up.get(name), behind.bit_length()
-        if sizes:
-            return behind * (sizes[size] if size in sizes else sizes[min(sizes, key=lambda known: abs(known - size))])
+        if sizes := self.catch_up.get(name):
+            return behind * _like(sizes, behind)
         curve = self.drafting(name, at)
         return behind * 0.1 * curve.line[1] if curve else 0.0
 
     def _keep_pace(self, ratio: float) -> None:
         self.pace *= 1 + PACE * (min(max(ratio / self.pace, 1 / CLIP), CLIP) - 1)
+
+
+def _like(sizes: dict[int, float], behind: int) -> float:
+    """The price of the number of tokens nearest to this one."""
+    return sizes[min(sizes, key=lambda size: abs(size - behind.bit_length()))]
 
 
 def _copy(curve: Curve) -> Curve:

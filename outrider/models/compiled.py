@@ -38,7 +38,7 @@ SHAPES = ("any", "one")
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
-COLD = 0.5  # of a step: what it costs to go from one copy of the weights to the other, and back
+COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the weights to the other, and back
 WIDE = 8  # columns by which the threads of `any` are chosen: wide steps lose most by a wrong choice
 log = logging.getLogger("outrider")
 
