@@ -72,6 +72,17 @@ def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():
     assert min(tables.costs.catch_up["model"].values()) >= 0
 
 
+def test_every_sweep_makes_drafters_read_anew(monkeypatch):
+    """A second sweep over the first's text would find it in the draft model's rows, and reading would seem to cost nothing."""
+    engine, tables = toys()
+    asked = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: asked.append(request.prompt) or submit(request))
+    for sampled in (False, True):
+        sweep(engine, tables, context=100, patience=0.0, repeats=1, sampled=sampled)
+    assert len(asked) == 2 and asked[0][:20] != asked[1][:20]
+
+
 def test_a_sweep_out_of_time_still_measures_plain_steps():
     engine, tables = toys()
     taken = sweep(engine, tables, context=100, patience=0.0, repeats=1)

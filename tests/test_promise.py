@@ -137,6 +137,26 @@ def test_the_ledger() -> None:
     assert ledger.left(["a"], 2.0) == pytest.approx(16 + 2.1)
 
 
+def test_a_request_that_ends_asleep_leaves_nothing_behind() -> None:
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, texts=3, length=40)
+    drive(of, controller := adaptive(of))
+    assert not controller.ledger.credit and not controller.rows and not controller.slept
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
+def test_plain_steps_earn_by_their_own_clock(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which nobody drafts is plain decoding, at whatever pace the machine goes now: it earns 5% of what it takes, no more where the
+    machine has become faster than was believed, and no less where slower."""
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, length=60)
+    controller = adaptive(of)
+    drive(of, controller, Weather(of, lambda n, name: pace))
+    before = controller.ledger.credit["w0"] = -100.0
+    monkeypatch.setattr(Ledger, "end", lambda self, request: None)
+    (records,) = drive(of, controller, Weather(of, lambda n, name: pace))
+    assert not any(r.drafted[0] for r in records)
+    assert controller.ledger.credit["w0"] - before == pytest.approx(ALLOWANCE * sum(r.reading.seconds for r in records), rel=0.05)
+
+
 @pytest.mark.parametrize("slow", [2.0, 5.0])
 def test_slow_speculation_does_not_make_plain_decoding_look_slow(slow: float) -> None:
     """The price of plain decoding is what the promise rests on: it comes from plain steps alone."""

@@ -7,6 +7,7 @@ Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 
 from outrider.control.guard import Ledger
@@ -49,6 +50,7 @@ class Adaptive:
         self.asleep, self.why = 0, ""
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
+        self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     # Before drafting.
@@ -260,6 +262,7 @@ class Adaptive:
     def end(self, seq: Sequence) -> None:
         if self.last:
             self._note(*self.last)
+        self._settle()
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
 
@@ -270,12 +273,7 @@ class Adaptive:
             self.slept.append((seqs, record))
             self.calm += 1
             return
-        if self.slept:
-            for waited in self.slept:
-                self._charge(*waited, None)
-            if self.why == "off:guard":
-                self._watch([record for _, record in self.slept])
-            self.slept = []
+        self._settle()
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
@@ -286,9 +284,17 @@ class Adaptive:
             if self.page is None or len(self.lessons) >= BATCH:
                 self._digest()
                 self.page = self.tables.page(at)
-        self._charge(seqs, record, step)
+        self._charge(seqs, record, step, calm)
         if record.levels:
             self._remember(rows, record, step)
+
+    def _settle(self) -> None:
+        """Charge what was slept through."""
+        for i, waited in enumerate(self.slept, self.calm - len(self.slept)):
+            self._charge(*waited, None, i >= CALM)
+        if self.slept and self.why == "off:guard":
+            self._watch([record for _, record in self.slept])
+        self.slept = []
 
     def _watch(self, records: list[StepRecord]) -> None:
         """Plain steps that were taken to earn credit say what plain steps cost now: if the machine has become slow, it is here
@@ -297,7 +303,7 @@ class Adaptive:
         assert page is not None
         for record in records:
             costs.verified(page.at, 0, record.reading.seconds - record.seconds.get("prefill", 0.0), self.calm >= CALM)
-        page.owed, page.plain = costs.owed(page.at), costs.verify[page.at].line[0] * costs.pace
+        page.plain = costs.verify[page.at].line[0] * costs.pace
 
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
@@ -312,17 +318,31 @@ class Adaptive:
             self.explored -= cost
             self.pause[name], self.due[name] = PROBE, self.steps + PATIENCE
 
-    def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None) -> None:
+    def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool) -> None:
+        """Where nothing was verified, plain decoding would have taken as long, but for thinking, drafting and caches that wider steps
+        left cold: the step's own clock says what was owed for it, whatever the machine's pace is now."""
         page = self.page
         if page is None:
             return
-        spent = record.reading.seconds - record.seconds.get("prefill", 0.0)
-        bad_case = step.room * page.plain * page.spread if step is not None and record.kept else None
-        if not any(record.drafted):  # had nobody guessed, this would have taken as long: beyond what such steps take, it is the machine's
-            drafting = sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
-            spent = drafting + min(spent - drafting, STALL * max(page.plain, page.owed))
+        spent, owed, bad_case = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None
+        if any(record.drafted):
+            bad_case = step.room * page.plain * page.spread if step is not None else None
+        else:
+            beside = self._beside(record)
+            bare = min(spent - beside, STALL * max(page.plain, page.owed))  # beyond what such steps take, it is the machine's
+            spent, owed = beside + bare, bare if calm else bare * min(page.steady, 1.0)
+            self.tables.costs.owe(page.at, owed)
+            page.owed = self.tables.costs.owed(page.at)
         for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, page.owed, tokens, spent, bad_case)
+            self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
+
+    def _beside(self, record: StepRecord) -> float:
+        """Seconds that a step in which nothing was verified would not have taken in plain decoding."""
+        drafting = sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
+        filling = record.seconds.get("draft", 0.0) if record.levels else 0.0
+        choosing = record.seconds.get("choose", 0.0)
+        self.quickest = min(choosing, 1.001 * self.quickest)
+        return drafting + filling + choosing - self.quickest
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)

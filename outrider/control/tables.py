@@ -4,7 +4,6 @@ and chances for the present situation comes out.
 Records are taken in a handful at a time: the work is the same, and code that has just run runs several times faster.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -81,7 +80,6 @@ class Tables:
         self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))
         self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before; and by rank
         self.hedge = Hedge(state.get("hedge"))
-        self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
         self.drafts, self.count = int(state.get("drafts", 0)), 0
 
     def state(self) -> dict[str, Any]:
@@ -177,11 +175,8 @@ class Tables:
             if at in self.costs.verify:
                 self.costs.drafted(name, at, min(levels, DEEPEST), took, lesson.behind.get(name, 0))
         nodes = min(max(record.drafted), DEEPEST)
-        choosing = record.seconds.get("choose", 0.0)
-        self.quickest = min(choosing, 1.001 * self.quickest)
-        thinking = choosing - self.quickest
         once = record.seconds.get("prefill", 0.0) + record.seconds.get("jit", 0.0)
-        self.costs.verified(at, nodes, record.reading.seconds - once - drafting, lesson.calm, thinking)
+        self.costs.verified(at, nodes, record.reading.seconds - once - drafting, lesson.calm)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""

@@ -17,6 +17,7 @@ DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
 PACE = 0.05  # weight of one step in the machine's present pace
+OWED = 0.1  # weight of one plain step in what plain decoding takes now: there are few of them where drafting goes well
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
 CALM = 6  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
 FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
@@ -236,20 +237,18 @@ class Costs:
         what speculation costs, as the pace does."""
         return self.lately[at][1] if at in self.lately else self.plainly(at)
 
-    def _owe(self, at: Situation, seconds: float) -> None:
+    def owe(self, at: Situation, seconds: float) -> None:
+        """Plain decoding would have taken `seconds` for a step just now."""
         count, mean = self.lately.setdefault(at, [TRUST, self.plainly(at)])
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
-        self.lately[at] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1), PACE)]
+        self.lately[at] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1), OWED)]
 
-    def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False, thinking: float = 0.0) -> None:
-        """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones;
-        `thinking`: what of it a controller took, which plain decoding has not."""
+    def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
+        """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
         curve = self.verifying(at)
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
         expected = self.plainly(at) if calm else curve.line[nodes]
-        if nodes == 0:
-            self._owe(at, (seconds - thinking) * min(self.plainly(at) / expected, 1.0))  # one between wider steps may cost more
         self._keep_pace(seconds / expected)
         now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
         if calm:

@@ -39,6 +39,7 @@ HOT = 3  # looks in vain, each POLL apart, after which building begins: the firs
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
 COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the weights to the other, and back
+LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
 WIDE = 8  # columns by which the threads of `any` are chosen: wide steps lose most by a wrong choice
 log = logging.getLogger("outrider")
 
@@ -190,13 +191,14 @@ class Compiled:
 
     @torch.inference_mode()
     def _weigh(self) -> None:
-        """After how many single tokens in a row `one` serves them (`steady`): as many as make up for going over to its copy of the weights."""
+        """After how many single tokens in a row `one` serves them (`steady`): as many as make up for going over to its copy of the weights. On a
+        machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for nothing does."""
         given = example(1, 1, len(self.step.windows), after=8), torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
         taken = {
             shape: min([seconds_of(functools.partial(package, *given), patience=0.03) for _ in range(2)]) for shape, package in self.packages.items()
         }
         gained = taken["any"] - taken["one"]
-        self.steady = COLD * taken["any"] / gained if gained > 0 else math.inf
+        self.steady = min(COLD * taken["any"] / gained, LATEST) if gained > 0 else LATEST if taken["one"] < WORSE * taken["any"] else math.inf
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:

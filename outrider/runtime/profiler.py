@@ -6,6 +6,7 @@ learned afterwards, step by step, is merged into the same profile.
 """
 
 import atexit
+import itertools
 import logging
 import random
 import time
@@ -32,6 +33,7 @@ CONTEXT, REPEATS, WARM = 192, 5, 3
 CATCH = 256  # unread tokens for which the table shows what reading them costs
 TREE = (2, 4)  # depth and width of the trees in which guesses are counted by rank
 FILLER = "filler"
+TEXTS = itertools.count()  # no two sweeps of a process write the same text: a model would not read again what its rows still hold
 log = logging.getLogger("outrider")
 
 
@@ -41,7 +43,7 @@ class Filler:
     name = FILLER
 
     def __init__(self, vocab: int) -> None:
-        self.draw, self.vocab = random.Random(0), vocab
+        self.draw, self.vocab = random.Random(next(TEXTS)), vocab
 
     def begin(self, seq: Sequence) -> None: ...
 
