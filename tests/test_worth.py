@@ -1,6 +1,7 @@
 """What a draft is worth: the short ways for one row's chain give what the general ones give."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkey
     for _ in range(DEEPEST):
         verify.append(max(verify[-1] + rng.choice([0.0, 0.02, 0.1, 0.7, -0.05]), 0.5))
     tables = Tables(BITS, Costs({}), "static")
-    page = Page(Situation("", 1, 512, False), 1.0, 1.0, 1.0, verify, verify, {}, {}, 1.0, DEEPEST)
+    page = Page(Situation("", 1, 512, False), 1.0, 1.0, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST)
     made = lambda: Step(tables, page, [Row(history=5)], 9.0, 1.0, spent=0.3 * (seed % 3))  # noqa: E731
     short = made().best(draft)
     monkeypatch.setattr(tree, "straight", lambda draft: False)
@@ -45,6 +46,31 @@ def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkey
     if seed == 0:
         verify[:] = [1.0 + n for n in range(DEEPEST + 1)]
         assert made().best(draft)[0] == 0
+
+
+class Told:
+    """A predictor whose answer hangs on all that a page tells apart."""
+
+    def predict(self, name: str, depth: int, score: float, history: int) -> float:
+        return 0.2 + 0.7 * random.Random(f"{name} {depth} {score} {history & 3}").random()
+
+
+def test_what_was_weighed_serves_again_only_where_nothing_differs() -> None:
+    """One page for many steps, which differ in one thing or another, gives each what a page of its own would."""
+    rng, tables = random.Random(3), Tables(BITS, Costs({}), "static")
+    tables.predictor = Told()
+    verify = [1 + 0.11 * n for n in range(DEEPEST + 1)]
+    fresh = lambda: Page(Situation("", 1, 512, False), 1.0, 1.0, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST)  # noqa: E731
+    page, drafts = fresh(), [chain(rng, 9) for _ in range(4)]
+    drafts += [replace(d, source=[3 - s if s < 3 else 3 for s in d.source]) for d in drafts] + [replace(d, score=d.score[::-1]) for d in drafts]
+    found = []
+    for _ in range(2000):
+        draft, how = rng.choice(drafts), (Row(history=rng.randrange(8)), 9.0, rng.choice([0.8, 1.0, 1.6]), rng.choice([0.0, 0.5]))
+        row, room, plain, spent = how
+        answers = [Step(tables, on, [row], room, plain, spent=spent).best(draft) for on in (page, fresh())]
+        assert answers[0] == answers[1]
+        found.append(answers[0])
+    assert len(set(found)) > 50 and len(page.chains) < 500
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -309,8 +309,7 @@ class Adaptive:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
             self._tried(*step.trial, record)
-        prices = {name: line[1] for name, line in step.page.drafting.items()} if step else {}
-        remember(rows, record, step.promised if step else {}, prices)
+        remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
 
     def _tried(self, name: str, cost: float, record: StepRecord) -> None:
         """A try in which all was right has cost nothing, and the next one is soon."""

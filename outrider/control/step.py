@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from outrider.control.predict import LEVELS
 from outrider.control.rows import Row
-from outrider.control.tables import Page, Tables
+from outrider.control.tables import SEEN, Page, Tables
 from outrider.core import tree
 from outrider.core.types import Draft, Places
 from outrider.measure.cost import DEEPEST
@@ -74,8 +74,12 @@ class Step:
         if self.known[0] == len(draft):
             return self.known[1:]
         if tree.straight(draft):
-            self.known = len(draft), *self._best_of_chain(draft)
-            return self.known[1:]
+            key = self.rows[0].history & SEEN, self.spent, self.plain, tuple(draft.source), tuple(draft.score)
+            found = self.page.chains.get(key)
+            if found is None:
+                found = self.page.chains[key] = self._best_of_chain(draft)
+            self.known = len(draft), *found
+            return found
         rows, survival, verify = draft.rows, self.survivals(draft), self.page.verify
         lines = [sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)]
         gained, best, at = float(rows), 1 / (self.spent + self.plain), 0

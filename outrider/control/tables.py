@@ -47,9 +47,9 @@ class Promise(NamedTuple):
 class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
     tell. In plain steps: `verify`, by nodes, by the
-    objective; `seconds`, the same in time; `drafting`, by drafter and levels. `alone`: by drafter and last two verdicts,
+    objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `alone`: by drafter and last two verdicts,
     what starting it promises. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
-    of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
+    of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
     plain: float
@@ -58,11 +58,13 @@ class Page:
     verify: list[float]
     seconds: list[float]
     drafting: dict[str, list[float]]
+    prices: dict[str, float]
     after: dict[str, float]
     steady: float
     deepest: int
     alone: dict[str, list[Promise]] = field(default_factory=dict)
     known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
+    chains: dict[tuple[int, float, float, tuple[int, ...], tuple[float, ...]], tuple[int, float]] = field(default_factory=dict)
 
 
 class Tables:
@@ -107,6 +109,7 @@ class Tables:
             verify,
             curve.shape,
             drafting,
+            {name: line[1] for name, line in drafting.items()},
             after,
             self.costs.plainly(at) / curve.line[0],
             _deepest(verify),
