@@ -25,7 +25,6 @@ REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure 
 WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHOLE
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 BATCH = 8  # steps that are learned from together
-STALL = 1.5  # a step that verified nothing and took longer than that many of its kind was held up by the machine
 OFF = Plan()
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
@@ -327,9 +326,7 @@ class Adaptive:
         if any(record.drafted):
             bad_case = step.room * page.plain * page.spread if step is not None else None
         else:
-            beside = self._beside(record)
-            bare = min(spent - beside, STALL * max(page.plain, page.owed))  # beyond what such steps take, it is the machine's
-            spent, owed = beside + bare, bare if calm else bare * min(page.steady, 1.0)
+            owed = (spent - self._beside(record)) * (1.0 if calm else min(page.steady, 1.0))
             self.tables.costs.owe(page.at, owed)
             page.owed = self.tables.costs.owed(page.at)
         for seq, tokens in zip(seqs, record.emitted, strict=True):
