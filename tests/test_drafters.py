@@ -1,4 +1,4 @@
-"""Law 7: every drafter passes one contract suite. The suffix tree against brute force. Chains in one call against chains
+"""Law 7: every drafter passes one contract suite. The index against brute force. Chains in one call against chains
 token by token."""
 
 from collections import Counter
@@ -17,14 +17,14 @@ from outrider.core.tree import roots
 from outrider.core.types import POINT, SAMPLED, Draft, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.suffix import SuffixTree
+from outrider.drafters.suffix import RECENT, SuffixIndex
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
 
 def brute_force(text: list[int], cap: int) -> tuple[int, Counter]:
-    """Longest suffix (below `cap`) seen before with a continuation, and how often each token followed it."""
-    for length in range(min(len(text) - 1, cap - 1), 0, -1):
+    """Longest suffix (up to `cap`) seen before with a continuation, and how often each token followed it."""
+    for length in range(min(len(text) - 1, cap), 0, -1):
         suffix = text[-length:]
         follow = Counter(text[i + length] for i in range(len(text) - length) if text[i : i + length] == suffix)
         if follow:
@@ -33,35 +33,35 @@ def brute_force(text: list[int], cap: int) -> tuple[int, Counter]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_suffix_tree_equals_brute_force_after_every_token(seed):
+def test_the_index_equals_brute_force_after_every_token(seed):
     rng = np.random.default_rng(seed)
     cap = int(rng.integers(2, 9))
-    index, text = SuffixTree(cap), []
+    index, text = SuffixIndex(cap), []
     for token in rng.integers(0, int(rng.integers(2, 6)), 90).tolist():
-        index.append(token)
+        index.extend([token])
         text.append(token)
         length, follow = brute_force(text, cap)
         cursor = index.match()
         if not follow:
             assert cursor is None
             continue
-        assert cursor[0].depth == length
+        assert cursor.depth == length
         found = {t: share for t, share, _ in index.next(cursor, 99)}
         assert found == pytest.approx({t: n / follow.total() for t, n in follow.items()})
 
 
 def test_continuations_go_on_deeper_than_the_cap_and_in_loops():
-    index = SuffixTree(4)
+    index = SuffixIndex(4)
     for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
-        index.append(token)
+        index.extend([token])
     cursor, out = index.match(), []
     while step := index.next(cursor, 1):
         out.append(step[0][0])
         cursor = step[0][2]
     assert out == [3, 4, 5, 6, 7, 8, 9, 1, 2]
-    loop = SuffixTree(6)
+    loop = SuffixIndex(6)
     for token in [7, 8] * 20:
-        loop.append(token)
+        loop.extend([token])
     cursor, out = loop.match(), []
     while len(out) < 20 and (step := loop.next(cursor, 1)):
         out.append(step[0][0])
@@ -72,9 +72,9 @@ def test_continuations_go_on_deeper_than_the_cap_and_in_loops():
 @pytest.mark.parametrize("seed", range(40))
 def test_a_continuation_in_one_go_is_the_same_as_token_by_token(seed):
     rng = np.random.default_rng(seed)
-    index = SuffixTree(int(rng.integers(2, 12)))
+    index = SuffixIndex(int(rng.integers(2, 12)))
     for token in rng.integers(0, int(rng.integers(2, 6)), 80).tolist():
-        index.append(token)
+        index.extend([token])
         start = index.match()
         if start is None:
             continue
@@ -88,15 +88,35 @@ def test_a_continuation_in_one_go_is_the_same_as_token_by_token(seed):
         assert [a + b for a, b in zip(middle[:2], index.follow(middle[2], levels - levels // 2)[:2], strict=True)] == [tokens, shares]
 
 
-def test_plain_prose_costs_about_a_node_a_token():
-    index = SuffixTree(24)
-    for token in range(2000):
-        index.append(token)
+@pytest.mark.parametrize("period", [1, 2, 7])
+def test_a_loop_goes_on_and_a_copy_ends_where_the_text_does(period):
+    """Said once and begun again is a copy; said twice is a loop, whose continuation the text does not hold yet."""
+    words = list(range(period))
+    index = SuffixIndex(24)
+    index.extend([50, *words, *words])
+    assert index.follow(index.match(), 20)[0] == (words * 20)[:20]
+    index = SuffixIndex(24)
+    index.extend([*words, 60, 61, *words])
+    assert index.follow(index.match(), 20)[0] == [60, 61, *words]
 
-    def count(node):
-        return 1 + sum(count(c) for c in (node.children or {}).values())
 
-    assert count(index.root) <= 2001
+def test_text_that_repeats_itself_is_looked_at_in_its_latest_places():
+    """Looking costs the same however long it went on; what followed lately counts."""
+    index = SuffixIndex(4)
+    index.extend([1, 2, 3] * 500 + [1, 2, 4] * RECENT + [1, 2])
+    cursor = index.match()
+    assert RECENT - 2 < len(cursor.places) <= RECENT and [(t, share) for t, share, _ in index.next(cursor, 9)] == [(4, 1.0)]
+
+
+def test_text_is_indexed_in_any_pieces():
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 3, 60).tolist()
+    whole, pieces = SuffixIndex(6, 2), SuffixIndex(6, 2)
+    whole.extend(text)
+    while len(pieces.text) < 60:
+        pieces.extend(text[len(pieces.text) :][: int(rng.integers(0, 9))])
+        pieces.match()
+    assert pieces.text == whole.text and {k: v for k, v in pieces.places.items() if v} == whole.places and pieces.match() == whole.match()
 
 
 def test_lookup_prefers_the_frequent_continuation_and_needs_two_matching_tokens():

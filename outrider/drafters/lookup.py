@@ -10,18 +10,18 @@ from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Outcome, Places, Sequence
-from outrider.drafters.suffix import Cursor, SuffixTree
+from outrider.drafters.suffix import Cursor, SuffixIndex
 
 
 @dataclass(slots=True)
 class _State:
-    index: SuffixTree
+    index: SuffixIndex
     cursors: dict[tuple[int, int], Cursor] = field(default_factory=dict)  # (parent, token) of a node -> where its continuation stands
     trust: float = 1.0
 
 
 class Lookup:
-    """A Drafter over a suffix tree per request. `least`: shortest match that is worth a guess; `cap`: longest kept.
+    """A Drafter over an index per request. `least`: shortest match that is worth a guess; `cap`: longest looked for.
 
     The score of a proposal is its share of the occurrences, damped for short matches: one token of context says less
     than ten.
@@ -34,7 +34,7 @@ class Lookup:
         self.name, self.least, self.cap = name, least, cap
 
     def begin(self, seq: Sequence) -> None:
-        seq.slots[self.name] = _State(SuffixTree(self.cap))
+        seq.slots[self.name] = _State(SuffixIndex(self.cap, self.least))
 
     def end(self, seq: Sequence) -> None:
         seq.slots.pop(self.name, None)
@@ -81,10 +81,8 @@ class Lookup:
 
     def _start(self, seq: Sequence, state: _State) -> Cursor | None:
         """Index what is new in the text and find the match a draft starts from."""
-        for token in seq.tokens[len(state.index.text) :]:
-            state.index.append(token)
+        state.index.extend(seq.tokens[len(state.index.text) :])
         state.cursors.clear()
-        cursor = state.index.match(self.least)
-        depth = cursor[0].depth if cursor and cursor[0] else 0
-        state.trust = depth / (depth + 1)
+        cursor = state.index.match()
+        state.trust = cursor.depth / (cursor.depth + 1) if cursor else 0.0
         return cursor

@@ -1,96 +1,90 @@
-"""A depth-capped suffix tree with counts over a growing text: what followed the longest suffix that was seen before?
+"""An index of a growing text: where did its last words stand before, and what followed them there?
 
-Every substring up to `cap` tokens is a path from the root. A substring that occurred once is a *leaf*: a single
-pointer into the text, split one token at a time when the text repeats it. So plain prose costs about one node a token,
-and appending a token costs O(length of the current match) <= O(cap). Counts make continuations frequency-weighted
-(SuffixDecoding, 2411.04975). Knows nothing of models or drafts.
+Every place of the text is filed under the `least` tokens before it; a match is lengthened by comparing backwards, as far as `cap`. Filing a
+token costs a fraction of a microsecond, so a prompt is read at once, and looking costs what there are places. Counts over
+them make continuations frequency-weighted (as in SuffixDecoding, 2411.04975). Knows nothing of models or drafts.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from typing import NamedTuple
+
+RECENT = 64  # places that are looked at, the latest: more say no more, and text that repeats itself has no end of them
 
 
-@dataclass(slots=True)
-class Node:
-    """`count`: occurrences; `last`: index just after the latest one, at the cap just after the first (it has the longest
-    continuation in text that loops); children None for a leaf and at the cap: the text goes on at `last`."""
+class Cursor(NamedTuple):
+    """Where a continuation stands: the places it may go on from, each the index after an occurrence of the last `depth` tokens, and the
+    tokens that it has said since."""
 
-    count: int
-    last: int
+    places: list[int]
     depth: int
-    children: "dict[int, Node] | None" = None
+    said: list[int]
 
 
-Cursor = tuple[Node | None, int]  # where a continuation stands: a node, or (None, index into the text)
+class SuffixIndex:
+    """The index of one text. `extend` grows it; `match`, `next` and `follow` read it."""
 
-
-class SuffixTree:
-    """The index of one text. `append` grows it; `match` and `next` read it."""
-
-    def __init__(self, cap: int = 24) -> None:
-        self.cap = cap
+    def __init__(self, cap: int = 24, least: int = 1) -> None:
+        self.cap, self.least = cap, least
         self.text: list[int] = []
-        self.root = Node(0, 0, 0, {})
-        self.live: list[Node] = []  # the suffixes of the text that occurred before, longest first
+        self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # of a token that follows these
 
-    def append(self, token: int) -> None:
-        """Add one token to the text."""
-        text, cap, grown = self.text, self.cap, list[Node]()
-        text.append(token)
-        end = len(text)
-        for node in [*self.live, self.root]:
-            child = node.children.get(token)  # type: ignore[union-attr]
-            if child is None:
-                node.children[token] = Node(1, end, node.depth + 1)  # type: ignore[index]
-                continue
-            child.count += 1
-            if child.depth < cap:
-                if child.children is None:  # a leaf: its single occurrence goes on with text[child.last]
-                    child.children = {text[child.last]: Node(1, child.last + 1, child.depth + 1)}
-                child.last = end
-                grown.append(child)
-        self.live = grown
+    def extend(self, tokens: list[int]) -> None:
+        """Add tokens to the text."""
+        text, least, places = self.text, self.least, self.places
+        first = max(len(text) - least, 0)
+        text += tokens
+        for end, words in enumerate(zip(*(text[first + i : i - least] for i in range(least)), strict=True), first + least):
+            places[words].append(end)
 
-    def match(self, least: int = 1) -> Cursor | None:
-        """Where the longest suffix that was seen before, and went on, ends; None below `least` tokens."""
-        for node in self.live:
-            if node.depth < least:
-                return None
-            if node.children:
-                return node, node.last
-        return None
+    def match(self) -> Cursor | None:
+        """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
+        text, depth, end = self.text, self.least, len(self.text)
+        places = self.places.get(tuple(text[-depth:]), [])[-RECENT:]
+        while places and depth < min(self.cap, end):
+            token = text[end - 1 - depth]
+            longer = [p for p in places if p > depth and text[p - 1 - depth] == token]
+            if not longer:
+                break
+            places, depth = longer, depth + 1
+        return Cursor(places, depth, []) if places else None
 
     def next(self, cursor: Cursor, width: int) -> list[tuple[int, float, Cursor]]:
-        """Up to `width` continuations (token, share of occurrences, cursor), most frequent first, ties to the latest."""
-        node, at = cursor
-        if node is not None and node.children:
-            total = sum(c.count for c in node.children.values())
-            best = sorted(node.children.items(), key=_weight, reverse=True)[:width]
-            return [(t, c.count / total, self._down(c)) for t, c in best]
-        if at < len(self.text):
-            return [(self.text[at], 1.0, (None, at + 1))]
-        return []
+        """Up to `width` continuations (token, share of places, cursor), most frequent first, ties to the latest."""
+        _, depth, said = cursor
+        branches = self._branches(*cursor)
+        total = sum(map(len, branches.values()))
+        best = sorted(branches.items(), key=_weight, reverse=True)[:width]
+        return [(t, len(places) / total, Cursor(places, depth, [*said, t])) for t, places in best]
 
     def follow(self, cursor: Cursor, levels: int) -> tuple[list[int], list[float], Cursor]:
-        """The most frequent continuation, up to `levels` tokens: (tokens, shares of occurrences, where it ends)."""
-        tokens: list[int] = []
-        shares: list[float] = []
-        node, at = cursor
-        while node is not None and node.children and len(tokens) < levels:
-            token, child = max(node.children.items(), key=_weight) if len(node.children) > 1 else next(iter(node.children.items()))
-            tokens.append(token)
-            shares.append(child.count / sum(c.count for c in node.children.values()))
-            node, at = self._down(child)
-        if len(tokens) < levels and not (node is not None and node.children):
-            rest = self.text[at : at + levels - len(tokens)]
-            tokens += rest
-            shares += [1.0] * len(rest)
-            if rest:
-                node, at = None, at + len(rest)
-        return tokens, shares, (node, at)
+        """The most frequent continuation, up to `levels` tokens: (tokens, shares of places, where it ends)."""
+        places, depth, before = cursor
+        said, shares, end = list(before), list[float](), len(self.text)
+        while len(shares) < levels:
+            at = places[0] + len(said) if len(places) == 1 else end
+            if rest := self.text[at : at + levels - len(shares)]:
+                said += rest
+                shares += [1.0] * len(rest)
+            elif branches := self._branches(places, depth, said):
+                total = sum(map(len, branches.values()))
+                token, places = max(branches.items(), key=_weight)
+                said.append(token)
+                shares.append(len(places) / total)
+            else:
+                break
+        return said[len(before) :], shares, Cursor(places, depth, said)
 
-    def _down(self, child: Node) -> Cursor:
-        return (child, child.last) if child.children else (None, child.last)
+    def _branches(self, places: list[int], depth: int, said: list[int]) -> dict[int, list[int]]:
+        """The places by the token that comes next there. Where the text ends it goes on with what was said if it is in a loop: if the
+        match is at least as long as what was said since the place."""
+        text, end, done, out = self.text, len(self.text), len(said), dict[int, list[int]]()
+        for p in places:
+            if p + done < end:
+                out.setdefault(text[p + done], []).append(p)
+            elif end - p <= depth:
+                out.setdefault(said[p + done - end], []).append(p)
+        return out
 
 
-def _weight(branch: tuple[int, Node]) -> tuple[int, int]:
-    return branch[1].count, branch[1].last
+def _weight(branch: tuple[int, list[int]]) -> tuple[int, int]:
+    return len(branch[1]), branch[1][-1]
