@@ -55,7 +55,7 @@ def test_continuations_go_on_deeper_than_the_cap_and_in_loops():
     for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]:
         index.extend([token])
     cursor, out = index.match(), []
-    while step := index.next(cursor, 1):
+    while len(out) < 30 and (step := index.next(cursor, 1)):
         out.append(step[0][0])
         cursor = step[0][2]
     assert out == [3, 4, 5, 6, 7, 8, 9, 1, 2]
@@ -102,10 +102,10 @@ def test_a_loop_goes_on_and_a_copy_ends_where_the_text_does(period):
 
 def test_text_that_repeats_itself_is_looked_at_in_its_latest_places():
     """Looking costs the same however long it went on; what followed lately counts."""
-    index = SuffixIndex(4)
+    index = SuffixIndex(2)
     index.extend([1, 2, 3] * 500 + [1, 2, 4] * RECENT + [1, 2])
     cursor = index.match()
-    assert RECENT - 2 < len(cursor.places) <= RECENT and [(t, share) for t, share, _ in index.next(cursor, 9)] == [(4, 1.0)]
+    assert len(cursor.places) == RECENT and [(t, share) for t, share, _ in index.next(cursor, 9)] == [(4, 1.0)]
 
 
 def test_text_is_indexed_in_any_pieces():
