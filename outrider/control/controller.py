@@ -272,7 +272,8 @@ class Adaptive:
             self.slept.append((seqs, record))
             self.calm += 1
             return
-        self._settle()
+        if self.slept:
+            self._settle()
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
@@ -327,8 +328,7 @@ class Adaptive:
             bad_case = step.room * page.plain * page.spread if step is not None else None
         else:
             owed = (spent - self._beside(record)) * (1.0 if calm else min(page.steady, 1.0))
-            self.tables.costs.owe(page.at, owed)
-            page.owed = self.tables.costs.owed(page.at)
+            page.owed = self.tables.costs.owe(page.at, owed)
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
 
@@ -364,4 +364,4 @@ def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
     what was before, not by the verdict."""
     if step is None:
         return record.reason in ("off:guard", "probe:plain")  # if the machine has become slow, it is now that this must be seen
-    return bool(step.trial or any(row.vain.get(name, 0) >= PATIENCE for name in record.levels for row in rows))
+    return bool(step.trial) or max([row.vain.get(name, 0) for name in record.levels for row in rows], default=0) >= PATIENCE

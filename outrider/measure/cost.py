@@ -237,11 +237,13 @@ class Costs:
         what speculation costs, as the pace does."""
         return self.lately[at][1] if at in self.lately else self.plainly(at)
 
-    def owe(self, at: Situation, seconds: float) -> None:
-        """Plain decoding would have taken `seconds` for a step just now."""
-        count, mean = self.lately.setdefault(at, [TRUST, self.plainly(at)])
+    def owe(self, at: Situation, seconds: float) -> float:
+        """Plain decoding would have taken `seconds` for a step just now. Returns what is owed for one from now on."""
+        count, mean = self.lately.get(at) or (TRUST, self.plainly(at))
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
-        self.lately[at] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1), OWED)]
+        mean += (clipped - mean) * max(1 / (count + 1), OWED)
+        self.lately[at] = [count + 1, mean]
+        return mean
 
     def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
         """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
