@@ -241,9 +241,9 @@ def test_joules_count_as_much_as_the_objective_says(objective: float, least: int
 def test_every_record_says_why() -> None:
     """From a closed set, whatever the world is like; and what it says is so."""
     seen = set()
-    for seed, (slope, level) in enumerate([(0.01, 0.1), (0.3, 0.3), (0.8, 0.05)]):
+    for seed, (slope, level, right) in enumerate([(0.01, 0.1, 0.6), (0.3, 0.3, 0.6), (0.8, 0.05, 0.6), (0.3, 0.3, 0.0)]):
         priced = costs(linear(slope), {"lookup": linear(0.0, 0.05), "model": linear(level, 0.0)})
-        of = trace(seed, priced, {"lookup": lambda t, d: 0.6 * (t % 3 > 0), "model": lambda t, d: 0.7 if t < 200 else 0.1}, texts=2)
+        of = trace(seed, priced, {"lookup": lambda t, d, p=right: p * (t % 3 > 0), "model": lambda t, d: 0.7 if t < 200 else 0.1}, texts=2)
         for r in ours(of, believed={}, drafts=0):
             seen.add(r.reason)
             assert r.reason.startswith(("depth:", "probe:w", "probe:d")) == (r.drafted[0] > 0), r

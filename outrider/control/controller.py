@@ -28,7 +28,7 @@ BATCH = 8  # steps that are learned from together
 OFF = Plan()
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
-EARN = 7  # most plain steps in a row that earn credit and are not thought about
+SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -93,7 +93,7 @@ class Adaptive:
     def _earn(self, missing: float, page: Page) -> str:
         """Plain steps until there is credit again, and no thinking in them: it would cost as much as they earn."""
         earned = self.ledger.allowance * page.owed
-        self.asleep = min(int(missing * page.plain * page.spread / earned), EARN) if earned else EARN
+        self.asleep = min(max(int(missing * page.plain * page.spread / earned), SLEEP), EARN) if earned else EARN
         self.why = "off:guard"
         return self.why
 
