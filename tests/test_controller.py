@@ -7,18 +7,19 @@ plain steps). `lookup` says all it has to say in one call, `model` goes a level 
 from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
-from contracts import request
+from contracts import request, sequence
 from tiny import Ruled
 from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, linear, trace
 
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
 from outrider.control.controller import EXPLORE, GIFT, PROBE, Adaptive
-from outrider.control.rows import PATIENCE, REST
+from outrider.control.rows import PATIENCE, REST, Row, awake, remember
 from outrider.control.tables import Tables
-from outrider.core.types import Limits, StepRecord
+from outrider.core.types import Limits, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.measure.cost import Costs
 from outrider.runtime.engine import Engine
@@ -169,8 +170,9 @@ def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer() -> None:
 def test_a_drafter_without_guesses_rests_longer_and_longer() -> None:
     of = lookups(linear(0.1), 0.0)
     records = ours(of)
-    asked = [i for i, r in enumerate(records) if r.levels]
+    asked = [i for i, r in enumerate(records) if r.reason == "off:no-guess"]
     gaps = [b - a for a, b in pairwise(asked)]
+    assert not any(r.levels for r in records), "who says that it has no guess is not asked for one"
     assert gaps[: PATIENCE - 2] == [1] * (PATIENCE - 2) and max(gaps) > 5 and len(asked) < len(records) / 3
     assert max(gaps) <= REST + 2
 
@@ -236,6 +238,48 @@ def test_joules_count_as_much_as_the_objective_says(objective: float, least: int
     energy.take(costs(linear(0.4), FREE))
     tables = Tables({"lookup": 1}, Costs({}), objective=objective, energy=energy, state={"costs": of.costs, "drafts": 1000})
     assert least <= mean(late(flat(drive(of, Adaptive(tables, lambda: "replay"))))) <= most
+
+
+class Says:
+    """What a drafter keeps with a request, and may tell."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer, self.asked = answer, 0
+
+    def guesses(self, tokens: list[int]) -> bool:
+        self.asked += 1
+        return self.answer
+
+
+def test_a_drafter_is_looked_at_before_it_is_asked() -> None:
+    """One row with a guess wakes it for all; who cannot tell, or must read much first, is asked; looking in vain leads to rest."""
+
+    def made(name: str, answer: bool | None, read: int = 90) -> tuple[Sequence, Row]:
+        seq = sequence([0] * 100, name)
+        if answer is not None:
+            seq.slots["lookup"] = Says(answer)
+        return seq, Row(read={"lookup": read})
+
+    def told(*pairs: tuple[Sequence, Row]) -> bool | None:
+        return awake([s for s, _ in pairs], [r for _, r in pairs], "lookup")
+
+    (no, row), yes, unread, dumb = made("a", False), made("b", True), made("c", False, read=0), made("d", None)
+    assert told((no, row)) is None and told((no, row), yes) is True and told(yes, (no, row)) is True
+    assert told(unread) is True and unread[0].slots["lookup"].asked == 0 and told(dumb) is True
+    assert row.vain["lookup"] == 3 and row.read["lookup"] == 100
+    while not row.rest.get("lookup"):
+        assert told((no, row)) is None
+    assert row.vain["lookup"] == PATIENCE and told((no, row)) is False and told((no, row), yes) is True
+
+
+@pytest.mark.parametrize(("reason", "kept", "vain"), [("off:guard", 0, 5), ("off:unpaid", 0, 6), ("off:no-guess", 0, 6), ("depth:all", 1, 0)])
+def test_a_guess_that_the_guard_refuses_was_not_in_vain(reason: str, kept: int, vain: int) -> None:
+    row = Row(vain={"lookup": 5})
+    record = SimpleNamespace(
+        kept=(), reason=reason, drafted=(kept,), accepted=(0,), levels={"lookup": 1}, context=(9,), emitted=(1,), accepted_by={}, draft=None
+    )
+    remember([row], record, {}, {})
+    assert row.vain == {"lookup": vain}
 
 
 def test_every_record_says_why() -> None:

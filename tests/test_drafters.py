@@ -132,6 +132,24 @@ def test_lookup_prefers_the_frequent_continuation_and_needs_two_matching_tokens(
     assert len(lookup.extend([lone], Draft(rows=1), roots(1), 1, 1, Settings.of([lone]), noise)) == 0
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_lookup_knows_whether_it_has_a_guess_before_it_is_asked(seed):
+    """However often it is looked at, asked or let alone; what it then says is what one says that nobody looked at."""
+    rng = np.random.default_rng(seed)
+    seq, lookup, other = sequence(rng.integers(0, 5, 3).tolist()), Lookup(), Lookup("other")
+    lookup.begin(seq)
+    other.begin(seq)
+    settings, noise, seen = Settings.of([seq]), RowNoise(*np.zeros((3, 1), np.int64)), set()
+    for _ in range(60):
+        seq.tokens += rng.integers(0, 5, int(rng.integers(0, 3))).tolist()
+        told = [seq.slots["lookup"].guesses(seq.tokens) for _ in range(int(rng.integers(1, 3)))]
+        if rng.random() < 0.6:
+            first, second = (part.extend([seq], Draft(rows=1), roots(1), 1, 1, settings, noise, levels=3) for part in (lookup, other))
+            assert (first.token, first.score) == (second.token, second.score) and set(told) == {len(first) > 0}
+            seen |= set(told)
+    assert seen == {True, False}
+
+
 def chains(lookup: Lookup, seqs: list, draft: Draft, calls: list[int]) -> Draft:
     """A chain a row of sum(calls) levels, so many a call, as the engine asks for them."""
     settings, noise = Settings.of(seqs), RowNoise(*np.zeros((3, len(seqs)), np.int64))

@@ -175,6 +175,17 @@ class _Target:
         return Scores(torch.empty(len(found), 0), found=torch.tensor([found], dtype=torch.float64))
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Tells, as lookup's own state does, whether there is a guess."""
+
+    all: list[tuple[list[int], list[float]]]
+    prompt: int
+
+    def guesses(self, tokens: list[int]) -> bool:
+        return bool(self.all[len(tokens) - self.prompt][0])
+
+
 class _Guesser:
     """A Drafter that repeats what was written down; it goes a level at a time where the one it stands for did."""
 
@@ -183,8 +194,11 @@ class _Guesser:
 
     def begin(self, seq: Sequence) -> None:
         self.world.read.pop(self.name, None)
+        if self.at_once and self.world.text is not None:
+            seq.slots[self.name] = _Known(self.world.text.guesses[self.name], len(seq.tokens))
 
-    def end(self, seq: Sequence) -> None: ...
+    def end(self, seq: Sequence) -> None:
+        seq.slots.pop(self.name, None)
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 

@@ -29,6 +29,7 @@ OFF = Plan()
 RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for those that cost little
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
+LONG = 64  # steps without a thought after which they are settled all the same
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -46,7 +47,7 @@ class Adaptive:
         self.page: Page | None = None
         self.last: tuple[list[Sequence], StepRecord] | None = None
         self.slept: list[tuple[list[Sequence], StepRecord]] = []
-        self.asleep, self.why = 0, ""
+        self.asleep, self.silent, self.why = 0, False, ""
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
         self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
@@ -57,7 +58,7 @@ class Adaptive:
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         if self.last:
             self._note(*self.last)
-        self.step = None
+        self.step, self.silent = None, False
         self.steps += 1
         if self.asleep > 0:
             if self.known is not None and seqs == self.known[0]:
@@ -65,9 +66,11 @@ class Adaptive:
                 return OFF, self.why
             self.asleep = 0  # another batch: nobody said that it should sleep
         rows = [self._row(s) for s in seqs]
-        names = [name for name in self.tables.bits if awake(seqs, rows, name)]
+        says = {name: awake(seqs, rows, name) for name in self.tables.bits}
+        names = [name for name in says if says[name]]
         if not names:
-            return OFF, self._sleep(seqs, rows)
+            self.silent = None in says.values()
+            return OFF, self._silence() if self.silent else self._sleep(seqs, rows)
         page = self._page(self._situation(seqs))
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
@@ -79,6 +82,11 @@ class Adaptive:
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
         return plan, "off:no-guess"
+
+    def _silence(self) -> str:
+        """Nobody has anything to say: a plain step, and nothing to think about."""
+        self.why = "off:no-guess"
+        return self.why
 
     def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
         """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
@@ -268,9 +276,11 @@ class Adaptive:
     def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, any(record.drafted)
-        if self.asleep and not record.levels and self.page is not None:  # settled on waking
+        if (self.asleep or self.silent) and not record.levels and self.page is not None:  # settled on waking
             self.slept.append((seqs, record))
-            self.calm += 1
+            self.calm, self.since_plain = self.calm + 1, 0
+            if len(self.slept) >= LONG:
+                self._settle()
             return
         if self.slept:
             self._settle()
@@ -292,13 +302,12 @@ class Adaptive:
         """Charge what was slept through."""
         for i, waited in enumerate(self.slept, self.calm - len(self.slept)):
             self._charge(*waited, None, i >= CALM)
-        if self.slept and self.why == "off:guard":
-            self._watch([record for _, record in self.slept])
+        if self.slept:
+            self._watch([record for _, record in (self.slept if self.why == "off:guard" else self.slept[-1:])])
         self.slept = []
 
     def _watch(self, records: list[StepRecord]) -> None:
-        """Plain steps that were taken to earn credit say what plain steps cost now: if the machine has become slow, it is here
-        that this must be seen."""
+        """Plain steps without a thought say what plain steps cost now: if the machine has become slow, it is here that this must be seen."""
         page, costs = self.page, self.tables.costs
         assert page is not None
         for record in records:

@@ -8,7 +8,7 @@ from operator import eq
 
 from outrider.core import tree
 from outrider.core.types import Sequence, StepRecord
-from outrider.measure.cost import DEEPEST
+from outrider.measure.cost import DEEPEST, FAR
 from outrider.measure.trace import verdicts
 
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
@@ -36,16 +36,28 @@ class Row:
         return (came + LENIENT) / (promised + LENIENT)
 
 
-def awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool:
-    """Does any row let this drafter guess now? Those that rest come a step nearer to waking."""
-    awake = False
+def awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool | None:
+    """Does any row let this drafter guess now? None: yes, but it has nothing to say. Those that rest come a step nearer to waking."""
+    found: bool | None = False
     for seq, row in zip(seqs, rows, strict=True):
         if seq.request.drafters is None or name in seq.request.drafters:
             if left := row.rest.get(name, 0):
                 row.rest[name] = left - 1
+            elif _guesses(seq, row, name):
+                found = True
             else:
-                awake = True
-    return awake
+                found = found or None
+                _vain(row, name)
+    return found
+
+
+def _guesses(seq: Sequence, row: Row, name: str) -> bool:
+    """May a drafter have a guess? What it keeps with a request can tell, if it has `guesses`, once it has read the text."""
+    look = getattr(seq.slots.get(name), "guesses", None)
+    if look is None or len(seq.tokens) - row.read.get(name, 0) > FAR:
+        return True  # who must read much first asks the guard
+    row.read[name] = len(seq.tokens)
+    return bool(look(seq.tokens))
 
 
 def _judged(rows: list[Row], record: StepRecord) -> None:
@@ -76,6 +88,14 @@ def remember(rows: list[Row], record: StepRecord, promised: dict[str, float], pr
             row.kept[name] = [FADE * before[0] + tokens, FADE * before[1] + came]
         for name in record.levels:
             row.read[name] = record.context[r] + record.emitted[r]
-            vain = row.vain[name] = 0 if kept else row.vain.get(name, 0) + 1
-            if vain >= PATIENCE:  # the dearer to ask, the longer
-                row.rest[name] = min(vain // PATIENCE * (1 + int(prices.get(name, 0.0) / DEAR)), REST)
+            if kept:
+                row.vain[name] = 0
+            elif record.reason != "off:guard":
+                _vain(row, name, prices.get(name, 0.0))
+
+
+def _vain(row: Row, name: str, price: float = 0.0) -> None:
+    """A drafter was looked at in vain: from PATIENCE times on it rests, the longer the dearer it is to ask."""
+    vain = row.vain[name] = row.vain.get(name, 0) + 1
+    if vain >= PATIENCE:
+        row.rest[name] = min(vain // PATIENCE * (1 + int(price / DEAR)), REST)

@@ -17,7 +17,16 @@ from outrider.drafters.suffix import Cursor, SuffixIndex
 class _State:
     index: SuffixIndex
     cursors: dict[tuple[int, int], Cursor] = field(default_factory=dict)  # (parent, token) of a node -> where its continuation stands
-    trust: float = 1.0
+    cursor: Cursor | None = None  # where the text's own end stood before
+    trust: float = 0.0
+
+    def guesses(self, tokens: list[int]) -> bool:
+        """Read what is new in the text. Did its end stand there before?"""
+        if len(tokens) > len(self.index.text):
+            self.index.extend(tokens[len(self.index.text) :])
+            self.cursor = self.index.match()
+            self.trust = self.cursor.depth / (self.cursor.depth + 1) if self.cursor else 0.0
+        return self.cursor is not None
 
 
 class Lookup:
@@ -81,8 +90,6 @@ class Lookup:
 
     def _start(self, seq: Sequence, state: _State) -> Cursor | None:
         """Index what is new in the text and find the match a draft starts from."""
-        state.index.extend(seq.tokens[len(state.index.text) :])
         state.cursors.clear()
-        cursor = state.index.match()
-        state.trust = cursor.depth / (cursor.depth + 1) if cursor else 0.0
-        return cursor
+        state.guesses(seq.tokens)
+        return state.cursor
