@@ -218,6 +218,14 @@ def test_a_run_below_a_place_is_grown_node_by_node(seed):
     assert [s & 8 for s in draft.source] == [0] * len(draft), "the draft it grew from is as it was"
 
 
+def test_a_step_that_drafts_nothing_makes_no_lists():
+    """What every plain step would leave behind is what full collections would have to look at."""
+    assert tree.empty(2) is tree.empty(2) and tree.empty(2) == Draft(2) and tree.empty(3).rows == 3
+    engine = Engine(ToyModel(6, 5, rows=1), {}, fixed(Plan()), 1)
+    run(engine, [request([1, 2, 3], max_tokens=4)])
+    assert len({id(r.draft) for r in engine.ring}) == 1
+
+
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("first", [True, False], ids=["the first nodes", "any nodes"])
 def test_selected_nodes_keep_their_paths(seed, first):

@@ -13,7 +13,6 @@ from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
 from outrider.compiler.step import Done, Facts, Now, Parts
 from outrider.core import tree
 from outrider.core.sampling import decided
-from outrider.core.types import Draft
 from outrider.ir.deciding import AcceptOp, ProgramOp, ScoreOp
 from outrider.ir.drafting import AgreeOp, EmptyOp, ProposeOp, PruneOp, UnionOp
 from outrider.ir.types import FREE, ON, OVER, DraftType, parents_of, rule_of, shown, value_of
@@ -21,7 +20,7 @@ from outrider.verify.exact import walk
 
 Step = Callable[[Parts, Now], Done]
 NAMES: dict[str, Any] = {
-    "Done": Done, "Draft": Draft, "Forest": forest.Forest, "tree": tree, "decided": decided, "walk": walk, "accept": step.accept,
+    "Done": Done, "Forest": forest.Forest, "tree": tree, "decided": decided, "walk": walk, "accept": step.accept,
     "agreed": forest.agreed,
 }  # fmt: skip
 
@@ -76,7 +75,7 @@ class _Writer:
             self.say(f"    forest = Forest(parts, now, {self.budget}, free={self.rule in FREE})")
             self.say("    room, full, levels = forest.room, forest.full, forest.levels")
         else:
-            self.say(f"    full, levels = Draft(rows={self.rows}), {{}}")
+            self.say(f"    full, levels = tree.empty({self.rows}), {{}}")
         for op in ops:
             self.op(op)
         written = "\n".join(self.lines)

@@ -112,7 +112,7 @@ class Forest:
 
     def __init__(self, parts: Parts, now: Now, budget: int, *, free: bool) -> None:
         self.parts, self.now, self.reason = parts, now, now.reason
-        self.full = Draft(rows=len(now.seqs))
+        self.full = tree.empty(len(now.seqs))
         self.room, self.caps = rooms(now.seqs), caps(now.seqs, budget, free=free)
         self.levels: dict[str, int] = {}
 

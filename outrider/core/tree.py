@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -10,6 +11,12 @@ import numpy as np
 from torch import Tensor, cat
 
 from outrider.core.types import POINT, Draft, Ints, Places
+
+
+@cache
+def empty(rows: int) -> Draft:
+    """The draft without nodes: one for all steps, since drafts are never changed in place."""
+    return Draft(rows)
 
 
 def roots(rows: int) -> Places:

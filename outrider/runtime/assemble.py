@@ -67,7 +67,6 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     s = replace(s, dtype=_dtype(target, s))
     how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk, "compile": s.compile}
     _refuse_too_large(target, specs, s)
-    _spare_the_collector()
     model, tokenizer, memory = models.load_model(target, context=s.context, name="target", quantise=s.quantise, **how)
     parts: dict[str, Drafter] = {}
     held = {"target": {"predicted": memory.total, "held": model.held_bytes()}}
@@ -88,6 +87,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     if s.strict:
         model.pin()
     sizes: dict[str, Any] = {**held, "rss": psutil.Process().memory_info().rss}
+    _spare_the_collector()
     if s.depth is not None or not parts:
         told = fixed(Plan(tuple((name, s.depth, s.width) for name in parts) if s.depth else (), s.budget))
         return Runtime(Engine(model, parts, told, s.rows, s.strict, stages, **made), tokenizer, sizes, s.rule)
@@ -107,11 +107,10 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
 
 
 def _spare_the_collector() -> None:
-    """What the imported libraries hold is never garbage, and a full collection that looks at it all (a quarter of a second) would stall
-    some step: once a process, it is set apart."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    """What imported libraries and loaded models hold is never garbage, and a full collection that looks at it all (a quarter of a second
+    for the libraries, some 40 ms for what the next loads leave behind) would stall some step: it is set apart at every load."""
+    gc.collect()
+    gc.freeze()
 
 
 def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: int, device: str, s: LoadSettings) -> Keeper:

@@ -25,7 +25,7 @@ from outrider.runtime.batcher import Batcher
 from outrider.runtime.ending import cut
 
 NO_LIMITS = Limits()
-RING = 4096  # records of the last steps that are at hand
+RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
 SILENCE = RowNoise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))  # greedy rows ask for no noise
 
 
