@@ -8,12 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from contracts import request
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
-from outrider.control.controller import EARN
+from outrider.control.controller import EARN, Adaptive
 from outrider.control.guard import GRANT, Ledger
+from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
+from outrider.drafters.lookup import Lookup
+from outrider.measure.cost import Costs
+from outrider.models.toy import ToyModel
+from outrider.runtime.engine import Engine
 
 ALLOWANCE = 0.05
 USELESS = {
@@ -185,3 +191,31 @@ def test_a_machine_that_becomes_slow_for_good_is_found_out() -> None:
     assert controller.page.owed == pytest.approx(2.0, rel=0.1)
     held = [sum(r.reason == "off:guard" for r in records) for records in texts]
     assert 0 < sum(held) < 250 and held[-1] == 0
+
+
+def test_steps_of_many_rows_do_not_tell_what_one_row_is_owed() -> None:
+    """Nobody has anything to say, a second row joins, and every step takes twice as long: each situation keeps its own price."""
+    model = ToyModel(4000, 5, rows=2, context=4096)
+    controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.05})), lambda: "toy")
+    engine = Engine(model, {"lookup": Lookup()}, controller, 2)
+    time = [0.0]
+
+    def now() -> float:
+        time[0] += max(len(engine.batcher.running), 1)
+        return time[0]
+
+    engine.now = now
+    seqs = [engine.submit(request([1, 2, 3], max_tokens=120, ignore_eos=True, temperature=1.0, seed=1))]
+    for _ in range(40):
+        engine.step()
+    owed = controller.tables.costs.lately
+    (alone, before) = next((at, seconds) for at, (_, seconds) in owed.items())
+    seqs.append(engine.submit(request([5, 6, 7], max_tokens=40, ignore_eos=True, temperature=1.0, seed=2)))
+    while seqs[1].finish_reason is None:
+        engine.step()
+    assert owed[alone][1] == pytest.approx(before, rel=0.02) and alone.rows == 1
+    (both,) = [seconds for at, (_, seconds) in owed.items() if at.rows == 2]
+    assert both > 1.5 * before
+    while seqs[0].finish_reason is None:
+        engine.step()
+    assert [seconds for at, (_, seconds) in owed.items() if at.rows == 2] == [pytest.approx(both, rel=0.02)]

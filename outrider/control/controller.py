@@ -69,6 +69,7 @@ class Adaptive:
         says = {name: awake(seqs, rows, name) for name in self.tables.bits}
         names = [name for name in says if says[name]]
         if not names:
+            self._page(self._situation(seqs))
             self.silent = None in says.values()
             return OFF, self._silence() if self.silent else self._sleep(seqs, rows)
         page = self._page(self._situation(seqs))
@@ -90,7 +91,6 @@ class Adaptive:
 
     def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
         """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
-        self._situation(seqs)
         unwanted = all(s.request.drafters == frozenset() for s in seqs)
         rests = [left for row in rows for left in row.rest.values() if left]
         self.asleep, self.why = (RARELY, "off:request") if unwanted else (min(rests, default=0), "off:resting")
@@ -122,6 +122,7 @@ class Adaptive:
 
     def _page(self, at: Situation) -> Page | None:
         if self.page is None or self.page.at != at:
+            self._settle()  # what was taken at the old page's prices
             self._digest()
             self.page = self.tables.page(at)
         return self.page
