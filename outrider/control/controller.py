@@ -271,6 +271,9 @@ class Adaptive:
         if self.last:
             self._note(*self.last)
         self._settle()
+        if self.lessons and self.page is not None:  # what a text taught is known when it ends
+            self._digest()
+            self.page = self.tables.page(self.page.at)
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
 
