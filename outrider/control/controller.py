@@ -73,7 +73,7 @@ class Adaptive:
             self.silent = None in says.values()
             return OFF, self._silence() if self.silent else self._sleep(seqs, rows)
         page = self._page(self._situation(seqs))
-        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
+        if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
@@ -341,14 +341,14 @@ class Adaptive:
             bad_case = step.room * page.plain * page.spread if step is not None else None
         else:
             owed = (spent - self._beside(record)) * (1.0 if calm else min(page.steady, 1.0))
-            page.owed = self.tables.costs.owe(page.at, owed)
+            page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
 
     def _beside(self, record: StepRecord) -> float:
         """Seconds that a step in which nothing was verified would not have taken in plain decoding."""
         drafting = sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
-        filling = record.seconds.get("draft", 0.0) if record.levels else 0.0
+        filling = record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) if record.levels else 0.0  # a plan's first code, too
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
         return drafting + filling + choosing - self.quickest

@@ -46,7 +46,7 @@ class Promise(NamedTuple):
 @dataclass(slots=True)
 class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
-    tell. In plain steps: `verify`, by nodes, by the
+    tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `alone`: by drafter and last two verdicts,
     what starting it promises. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
@@ -54,6 +54,7 @@ class Page:
     at: Situation
     plain: float
     owed: float
+    outdated: bool
     spread: float
     verify: list[float]
     seconds: list[float]
@@ -105,6 +106,7 @@ class Tables:
             at,
             curve.line[0] * self.costs.pace,
             self.costs.owed(at),
+            self.costs.outdated(at),
             curve.spread,
             verify,
             curve.shape,

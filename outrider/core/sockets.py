@@ -37,7 +37,9 @@ class Model(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses next tokens. It never decides its own depth. One whose `draws` is False never samples: all it proposes are points."""
+    """Guesses next tokens. It never decides its own depth. One whose `draws` is False never samples: all it proposes are points. If what
+    it keeps in `seq.slots[name]` has `guesses(tokens) -> bool`, the scheduler looks there before it asks: False means that `extend`
+    would have nothing to say of this text."""
 
     name: str
 

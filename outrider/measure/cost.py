@@ -17,7 +17,8 @@ DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
 PACE = 0.05  # weight of one step in the machine's present pace
-OWED = 0.2  # weight of one plain step in what plain decoding takes now: there are few of them where drafting goes well
+OWED = 0.1  # weight of one plain step in what plain decoding takes now
+MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
 CALM = 6  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
 FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
@@ -171,7 +172,7 @@ class Costs:
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, dict[int, float]] = {}
         self.pace = 1.0
-        self.lately: dict[Situation, list[float]] = {}  # [observations, seconds] of a step of plain decoding, at the present pace
+        self.lately: dict[Situation, list[float]] = {}  # [observations, seconds, pace] of a step of plain decoding, when last seen
         self.plains: dict[Situation, int] = {}
         self.steady: dict[Situation, float] = {}  # seconds of a plain step among plain steps
 
@@ -205,7 +206,7 @@ class Costs:
                 return None
             self.verify[at] = _copy(self.verify[near])
             if near in self.lately:
-                self.lately[at] = [TRUST, self.lately[near][1]]
+                self.lately[at] = [TRUST, *self.lately[near][1:]]
             self.plains.setdefault(at, self.plains.get(near, 0))  # its relative's plain steps will do
         return self.verify[at]
 
@@ -239,11 +240,20 @@ class Costs:
 
     def owe(self, at: Situation, seconds: float) -> float:
         """Plain decoding would have taken `seconds` for a step just now. Returns what is owed for one from now on."""
-        count, mean = self.lately.get(at) or (TRUST, self.plainly(at))
+        count, mean, _ = self.lately.get(at) or (TRUST, self.plainly(at), self.pace)
+        if self._moved(at):
+            count = 0.0
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
         mean += (clipped - mean) * max(1 / (count + 1), OWED)
-        self.lately[at] = [count + 1, mean]
+        self.lately[at] = [count + 1, mean, self.pace]
         return mean
+
+    def outdated(self, at: Situation) -> bool:
+        """Has the machine changed its pace since plain steps told what plain decoding takes?"""
+        return at in self.lately and (self.lately[at][0] < FRESH or self._moved(at))
+
+    def _moved(self, at: Situation) -> bool:
+        return at in self.lately and not 1 / MOVED < self.pace / self.lately[at][2] < MOVED
 
     def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
         """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
