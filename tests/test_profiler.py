@@ -17,7 +17,7 @@ from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import profile
-from outrider.measure.cost import DEEPEST, Costs, situation
+from outrider.measure.cost import CALM, DEEPEST, Costs, situation
 from outrider.models.toy import ToyModel
 from outrider.runtime import profiler
 from outrider.runtime.engine import Engine
@@ -81,6 +81,27 @@ def test_every_sweep_makes_drafters_read_anew(monkeypatch):
     for sampled in (False, True):
         sweep(engine, tables, context=100, patience=0.0, repeats=1, sampled=sampled)
     assert len(asked) == 2 and asked[0][:20] != asked[1][:20]
+
+
+def test_a_sweep_stays_at_the_length_that_it_is_filed_under(monkeypatch):
+    """However often it measures: a text that grew would show what steps cost at another length."""
+    engine, tables = toys()
+    seen, add = [], profiler._Found.add
+    monkeypatch.setattr(profiler._Found, "add", lambda self, record, rows: seen.append(record.context[0]) or add(self, record, rows))
+    sweep(engine, tables, context=300, patience=1e9, repeats=12)
+    (at,) = tables.costs.verify
+    assert at.context == 512 and min(seen) >= 300 and max(seen) < 512 and len(seen) > 12 * len(NODES)
+    assert tables.costs.verify[at].seen[0][0] == 12 * (1 + CALM), "each repetition counts"
+
+
+def test_a_sweep_reads_its_prompt_once(monkeypatch):
+    """A draft model's reading is timed where it happens: later repetitions find the prompt in its rows, and are no cheap reading."""
+    engine, tables = toys()
+    told, tell = [], profiler._Found.tell
+    monkeypatch.setattr(profiler._Found, "tell", lambda self, *how: told.append(self) or tell(self, *how))
+    sweep(engine, tables, context=300, patience=1e9, repeats=6)
+    ((behind, _),) = told[0].far["model"]
+    assert behind >= 300 and all(len(times) >= 6 for times in told[0].draft["model"].values())
 
 
 def test_a_sweep_out_of_time_still_measures_plain_steps():

@@ -10,12 +10,12 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from outrider.control.fixed import Told, fixed
+from outrider.control.rows import WHOLE
 from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.errors import OutriderError
@@ -30,6 +30,7 @@ EVERY = 30.0  # seconds between two writings of what was learned
 NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
+ASKED = 4  # times in a row that a drafter without a model is asked: one that is asked now and then is slower than one asked at every step
 CATCH = 256  # unread tokens for which the table shows what reading them costs
 TREE = (2, 4)  # depth and width of the trees in which guesses are counted by rank
 FILLER = "filler"
@@ -137,43 +138,40 @@ def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -
 
 
 def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:
-    spec, found = engine.target.spec, _Found()
-    room = min(spec.context, context + 2 * DEEPEST * repeats * (len(NODES) + 16))
-    params = SamplingParams(temperature=1.0 if sampled else 0.0, max_tokens=room - context, ignore_eos=True, seed=1)
-    seqs = [
-        engine.submit(Request(f"sweep-{r}", tuple(filler.draw.randrange(spec.vocab_size) for _ in range(context)), params, 1, "coupled"))
-        for r in range(rows)
-    ]
     models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
-    plans = _plans(models, [name for name in engine.drafters if name not in [*models, FILLER]], repeats)
-    end, taken, tier = time.perf_counter() + patience, 0, ""
-    try:
-        for plan in plans:
-            engine.controller = Told(lambda _, plan=plan: (plan, "sweep"))  # type: ignore[misc]
-            engine.step()
-            record, taken = seqs[0].records[-1], taken + 1
-            tier = record.tiers.get("target", "")
-            found.add(record, rows)
-            if (time.perf_counter() > end and taken > len(NODES) // 2) or any(s.finish_reason for s in seqs):
-                break
-    finally:
-        for seq in seqs:
-            engine.cancel(seq)
-    found.tell(tables.costs, situation(tier, rows, context, sampled))
-    return taken
+    plans = _plans(models, [name for name in engine.drafters if name not in [*models, FILLER]])
+    found, asked, end = _Found(), _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
+    for _ in range(repeats):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
+        seqs = [engine.submit(request) for request in asked]
+        found.begin()
+        try:
+            for plan in plans:
+                engine.controller = Told(lambda _, plan=plan: (plan, "sweep"))  # type: ignore[misc]
+                engine.step()
+                found.add(seqs[0].records[-1], rows)
+                if any(s.finish_reason for s in seqs) or found.enough(end):
+                    break
+        finally:
+            for seq in seqs:
+                engine.cancel(seq)
+        if found.enough(end):
+            break
+    found.tell(tables.costs, situation(found.tier, rows, context, sampled))
+    return found.taken
 
 
-def _plans(models: list[str], others: list[str], repeats: int) -> Iterator[Plan]:
-    """Warm up, then every size in turn, `repeats` times, the coarse ones first, then plain steps in a row."""
-    yield from [Plan()] * WARM
-    for _ in range(repeats):
-        for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n)):
-            yield Plan(((FILLER, n, 1),) if n else ())
-        for name in models:
-            yield from (Plan(((name, n, 1),)) for n in (1, *LEVELS))
-        for name in others:
-            yield from [Plan(((name, 4, 1),))] * 2
-        yield from [Plan()] * (CALM + 4)
+def _requests(engine: Engine, filler: Filler, context: int, rows: int, sampled: bool) -> list[Request]:
+    spec = engine.target.spec
+    params = SamplingParams(temperature=1.0 if sampled else 0.0, max_tokens=spec.context - context, ignore_eos=True, seed=1)
+    return [Request(f"sweep-{r}", tuple(filler.draw.randrange(spec.vocab_size) for _ in range(context)), params, 1, "coupled") for r in range(rows)]
+
+
+def _plans(models: list[str], others: list[str]) -> list[Plan]:
+    """Warm up, then every size in turn, the coarse ones first, then plain steps in a row."""
+    sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
+    levels = [Plan(((name, n, 1),)) for name in models for n in (1, *LEVELS)]
+    asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]
+    return [Plan()] * WARM + sizes + levels + asked + [Plan()] * (CALM + 4)
 
 
 class _Found:
@@ -185,11 +183,14 @@ class _Found:
         self.far: dict[str, list[tuple[int, float]]] = {}
         self.read: dict[str, int] = {}
         self.steady: list[float] = []
+        self.taken, self.seen, self.plain, self.tier = 0, 0, 0, ""
+
+    def begin(self) -> None:
+        """Another text: its first steps warm up, and drafters that keep nothing of the last one read it anew."""
         self.seen, self.plain = 0, 0
 
     def add(self, record: StepRecord, rows: int) -> None:
-        self.seen += 1
-        drafting = 0.0
+        self.taken, self.seen, self.tier, drafting = self.taken + 1, self.seen + 1, record.tiers.get("target", ""), 0.0
         for name, levels in record.levels.items():
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
@@ -204,6 +205,10 @@ class _Found:
             self.steady.append(own)
         elif self.seen > WARM and all(name == FILLER for name in record.levels):
             self.verify.setdefault(max(record.drafted), []).append(own)
+
+    def enough(self, end: float) -> bool:
+        """Is the time up, and something measured all the same?"""
+        return time.perf_counter() > end and self.taken > len(NODES) // 2
 
     def tell(self, costs: Costs, at: Situation) -> None:
         """Medians become what the tables expect; how far single steps lay above them becomes the spread."""
