@@ -8,16 +8,18 @@ measured apart, live.
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from outrider.bench import prompts
 from outrider.control.fixed import Told
 from outrider.core import tree
 from outrider.core.errors import OutriderError
+from outrider.core.sampling import Settings
 from outrider.core.sockets import Controller
 from outrider.core.types import Can, Draft, ModelSpec, Outcome, Places, Plan, Request, SamplingParams, Scores, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, situation
@@ -212,9 +214,20 @@ class _Guesser:
         return tree.run(draft, place, tokens[done:upto], source, scores[done:upto]) if upto > done else draft
 
 
+class _Replaying(Engine):
+    """Takes what was written down, however it was sampled: to the controller it was sampled, and costs what sampled steps do."""
+
+    def _settings(self, seqs: list[Sequence]) -> Settings:
+        if self.settings is None or self.settings.seqs != seqs:
+            made = super()._settings(seqs)
+            self.settings, self.rule = replace(made, greedy=np.ones(len(seqs), bool), raw=True), "greedy"
+            self.facts = self.facts._replace(raw=True)
+        return self.settings
+
+
 def engine_of(trace: Trace, world: World, controller: Controller, at_once: tuple[str, ...] = ("lookup",)) -> Engine:
     """The real engine over a trace."""
-    engine = Engine(_Target(world), {name: _Guesser(name, world, name in at_once) for name in trace.drafters}, controller, 1)
+    engine = _Replaying(_Target(world), {name: _Guesser(name, world, name in at_once) for name in trace.drafters}, controller, 1)
     engine.now = world.now
     return engine
 
@@ -239,7 +252,7 @@ def replay(trace: Trace, controller: Controller) -> list[Replayed]:
     engine, out = engine_of(trace, world, controller), []
     for i, text in enumerate(trace.texts):
         world.text, start = text, world.time
-        params = SamplingParams(max_tokens=len(text.tokens), temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=len(text.tokens), temperature=float(text.sampled), ignore_eos=True)
         prompt = tuple([0] * text.length)
         seq = engine.submit(Request(f"replay-{i}", prompt, params, 0, "coupled"))
         while seq.finish_reason is None:

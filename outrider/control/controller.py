@@ -30,6 +30,7 @@ RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for th
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 LONG = 64  # steps without a thought after which they are settled all the same
+LIKE = 8  # tokens
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -178,7 +179,7 @@ class Adaptive:
             return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
         best *= self._tilt(name, draft)
-        if best >= have * (1 + RISK) and 2 * wait <= ahead * (1 / have - 1 / best):
+        if best >= have * (1 + RISK) and 2 * wait <= ahead * (1 / have - 1 / best) * (_share(seqs, bool(draft.token)) if wait else 1.0):
             self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
             return True
         return self._try_anyway(name, wait) or (draft.token == [] and self._later(name))
@@ -304,18 +305,19 @@ class Adaptive:
 
     def _settle(self) -> None:
         """Charge what was slept through."""
-        for i, waited in enumerate(self.slept, self.calm - len(self.slept)):
-            self._charge(*waited, None, i >= CALM)
-        if self.slept:
-            self._watch([record for _, record in (self.slept if self.why == "off:guard" else self.slept[-1:])])
+        slept = [(seqs, record, i >= CALM) for i, (seqs, record) in enumerate(self.slept, self.calm - len(self.slept))]
+        for seqs, record, calm in slept:
+            self._charge(seqs, record, None, calm)
+        if slept:
+            self._watch([(record, calm) for _, record, calm in (slept if self.why == "off:guard" else slept[-1:])])
         self.slept = []
 
-    def _watch(self, records: list[StepRecord]) -> None:
+    def _watch(self, records: list[tuple[StepRecord, bool]]) -> None:
         """Plain steps without a thought say what plain steps cost now: if the machine has become slow, it is here that this must be seen."""
         page, costs = self.page, self.tables.costs
         assert page is not None
-        for record in records:
-            costs.verified(page.at, 0, record.reading.seconds - record.seconds.get("prefill", 0.0), self.calm >= CALM)
+        for record, calm in records:
+            costs.verified(page.at, 0, record.reading.seconds - record.seconds.get("prefill", 0.0), calm)
         page.plain = costs.verify[page.at].line[0] * costs.pace
 
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
@@ -356,6 +358,13 @@ class Adaptive:
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
+
+
+def _share(seqs: list[Sequence], drafted: bool) -> float:
+    """Of the last tokens, those of steps in which somebody had drafted, or nobody, as in this one: a drafter that must read much first is
+    paid for by such steps to come."""
+    lately = [(sum(r.emitted), any(r.drafted)) for s in seqs for r in s.records[-AHEAD:]]
+    return (LIKE + sum([n for n, had in lately if had == drafted])) / (LIKE + sum([n for n, _ in lately]))
 
 
 def _longest(draft: Draft) -> int:

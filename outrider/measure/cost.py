@@ -207,6 +207,8 @@ class Costs:
             self.verify[at] = _copy(self.verify[near])
             if near in self.lately:
                 self.lately[at] = [TRUST, *self.lately[near][1:]]
+            if near in self.steady:
+                self.steady.setdefault(at, self.steady[near])
             self.plains.setdefault(at, self.plains.get(near, 0))  # its relative's plain steps will do
         return self.verify[at]
 
