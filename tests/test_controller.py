@@ -4,6 +4,7 @@ A simulator: the real engine and controller over texts and guesses written by ha
 plain steps). `lookup` says all it has to say in one call, `model` goes a level at a time.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
@@ -51,6 +52,35 @@ def seconds(records: list[StepRecord]) -> float:
 
 def lookups(verify: Shape, chance: float, **how: object) -> Trace:
     return trace(1, costs(verify, FREE), {"lookup": lambda t, d: chance}, **how)
+
+
+def both(lookup: Callable[[int, int], float], reading: float) -> tuple[list[StepRecord], list[StepRecord]]:
+    """What is done with lookup and a cheap model that is right four times in five and reads a token in `reading`, and with lookup alone."""
+    priced = costs(linear(0.05), FREE | {"model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, reading]}}
+    of = trace(3, priced, {"lookup": lookup, "model": lambda t, d: 0.8}, texts=4, length=200)
+    of = replace(of, texts=[replace(text, length=100) for text in of.texts])
+    return ours(of), ours(replace(of, drafters=["lookup"]))
+
+
+# --- beside others ---
+
+
+@pytest.mark.parametrize(("lookup", "helps"), [(0.95, False), (0.8, False), (0.5, True)])
+def test_a_drafter_is_asked_beside_another_where_that_leaves_something_to_gain(lookup: float, helps: bool) -> None:
+    """What is right as often as what is there adds little, however cheap it is: most of its guesses are there already."""
+    two, alone = both(lambda t, d: lookup, 1e-4)
+    assert any(r.levels.get("model") for r in two) == helps
+    assert seconds(two) < 0.95 * seconds(alone) if helps else seconds(two) == pytest.approx(seconds(alone))
+
+
+def test_much_to_read_is_weighed_however_cheap_the_guesses() -> None:
+    """Lookup has nothing to say in one of ten places: too few for a model that would read for eight plain steps first, though the guard has
+    credit for that. In a text of which lookup knows nothing, a model that reads quickly is started."""
+    rare = lambda t, d: 0.95 if (t + d) % 10 else 0.0  # noqa: E731
+    two, alone = both(rare, 0.08)
+    assert not any(r.levels.get("model") for r in two) and seconds(two) == pytest.approx(seconds(alone))
+    two, alone = both(lambda t, d: 0.0, 0.02)
+    assert seconds(two) < 0.7 * seconds(alone)
 
 
 # --- how deep ---

@@ -177,6 +177,15 @@ def test_a_new_situation_begins_as_its_nearest_relative_and_goes_its_own_way() -
         assert all(costs.verify[Situation("t", *at)].seen == {0: [50.0, mean]} for at, mean in known.items())
 
 
+def test_a_new_situation_takes_over_what_plain_steps_cost_its_relative() -> None:
+    costs = table()
+    costs.steady[AT] = 0.9 * costs.verify[AT].drawn().line[0]
+    longer = AT._replace(context=2 * AT.context)
+    assert costs.verifying(longer) is not None and costs.plainly(longer) == costs.steady[AT]
+    costs.steady[longer] = 7.0
+    assert costs.plainly(AT) != 7.0
+
+
 def test_another_tier_is_no_relative() -> None:
     costs = table()
     other = AT._replace(tier="eager:off")

@@ -149,6 +149,19 @@ def test_a_request_that_ends_asleep_leaves_nothing_behind() -> None:
     assert not controller.ledger.credit and not controller.rows and not controller.slept
 
 
+def test_steps_slept_through_are_filed_by_what_was_before_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step among plain steps takes less than one between wider ones; whoever wakes in between files neither as the other."""
+    filed, verified = [], Costs.verified
+    monkeypatch.setattr(Costs, "verified", lambda self, at, n, took, calm=False: filed.append((n, took, calm)) or verified(self, at, n, took, calm))
+    for every in range(2, 12):
+        priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01)})
+        (at,) = priced["steady"]
+        priced["steady"][at] = [1, 0.8]
+        drive(of := trace(6, priced, {"lookup": lambda t, d, every=every: 0.9 if t % every == 0 else 0.0}, length=200), adaptive(of))
+    plain = {(round(took, 6), calm) for n, took, calm in filed if n == 0}
+    assert plain == {(0.8, True), (1.0, False)}
+
+
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
 def test_plain_steps_earn_by_their_own_clock(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in which nobody drafts is plain decoding, at whatever pace the machine goes now: it earns 5% of what it takes, no more where the

@@ -3,13 +3,14 @@
 import json
 import random
 from dataclasses import asdict
+from dataclasses import replace as changed
 from functools import cache
 from pathlib import Path
 
 import pytest
 from contracts import run
 from tiny import tiny_tokenizer
-from written import AT, WRONG, costs, linear, trace
+from written import AT, WRONG, costs, curve, linear, trace
 
 from outrider.bench import championship
 from outrider.bench.championship import Score, auc, contest, ece
@@ -23,7 +24,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Plan, Sequence
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
-from outrider.measure.cost import CALM, Costs, situation
+from outrider.measure.cost import CALM, Costs, named, situation
 from outrider.models.toy import ToyModel
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
@@ -84,6 +85,20 @@ def test_the_clock_of_a_replay() -> None:
     assert plain.seconds == pytest.approx(CALM * 2.0 + (12 - CALM) * 1.5) and plain.steps == 12
     (two,) = replay(of, policy("model:2", ["model"], {}, ""))
     assert two.steps == 4 and two.seconds == pytest.approx(4 * (2.4 + 0.6)) and (two.drafted, two.accepted) == (8, 8)
+
+
+def test_to_the_controller_a_sampled_text_is_sampled() -> None:
+    """Its steps cost what sampled steps do, and that is where they are filed."""
+    priced = costs(linear(0.2, 1.0), {"lookup": linear(0.0, 0.01)})
+    warm = AT.replace("greedy", "sampled")
+    priced["verify"][warm], priced["steady"][warm], priced["plains"][warm] = curve(linear(0.4, 2.0)), [1, 2.0], 50
+    of = trace(1, priced, {"lookup": lambda t, d: 0.5}, texts=4, length=60)
+    of = changed(of, texts=[changed(text, sampled=bool(i % 2)) for i, text in enumerate(of.texts)])
+    controller = policy("adaptive", of.drafters, of.costs, tier_of(of))
+    replay(of, controller)
+    found = controller.tables.costs
+    for at, seconds in ((AT, 1.0), (warm, 2.0)):
+        assert found.plainly(named(at)) * found.pace == pytest.approx(seconds) == found.verify[named(at)].drawn().line[0] * found.pace
 
 
 def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from outrider.control.guard import Ledger
 from outrider.control.rows import PATIENCE, WHOLE, Row, awake, remember
 from outrider.control.step import PROBED, Step
-from outrider.control.tables import Lesson, Page, Tables
+from outrider.control.tables import LOOK, Lesson, Page, Tables
 from outrider.core import tree
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
@@ -30,7 +30,8 @@ RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for th
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 LONG = 64  # steps without a thought after which they are settled all the same
-LIKE = 8  # tokens
+LIKE = 8  # tokens of steps like the present one that a request is trusted to have had, before any were written
+LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -134,11 +135,11 @@ class Adaptive:
         step = self.step
         if step is None:
             return frontier
-        drafting, level, cheap = step.page.drafting[name], step.levels.get(name), name not in step.page.alone
+        drafting, level, cheap = step.page.drafting[name], step.levels.get(name), step.page.drafting[name][1] <= LOOK
         if level is None:
             level = step.levels[name] = 0
             going = [p for p in frontier if not step.rows[~p if p < 0 else draft.row[p]].rest.get(name)]
-            if going and not (self._affords(seqs, name) if cheap else self._pays(seqs, name, draft)):
+            if going and not self._starts(seqs, name, draft, cheap):
                 going = []
         elif cheap and frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
             going = []  # it goes on by itself: it has said all it had to say in one call
@@ -149,19 +150,23 @@ class Adaptive:
             step.spent += drafting[level + 1] - drafting[level]
         return going
 
-    def _affords(self, seqs: list[Sequence], name: str) -> bool:
-        """May a drafter that is cheap, once it has caught up, catch up now?"""
+    def _starts(self, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
+        """May a drafter start now? One that costs little and has little to read is asked before anything is weighed, unless others have guessed."""
         step = self.step
         assert step is not None
         wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
+        if not cheap or wait > LONG_READ:
+            return self._pays(seqs, name, draft, wait)
+        if draft.token and not step.deeper(name, draft, tree.roots(draft.rows)):
+            return False
         step.refused = wait > 0 and step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] > step.room
         return not step.refused or self._later(name)
 
-    def _pays(self, seqs: list[Sequence], name: str, draft: Draft) -> bool:
-        """Is a drafter that costs something worth starting, beside what is drafted? Now and then it is tried anyway."""
+    def _pays(self, seqs: list[Sequence], name: str, draft: Draft, wait: float) -> bool:
+        """Is a drafter that costs something, `wait` plain steps to begin with, worth starting, beside what is drafted? Now and then it is tried anyway."""
         step = self.step
         assert step is not None
-        page, alone = step.page, [step.page.alone[name][row.history & 3] for row in step.rows]
+        page, alone = step.page, [self.tables.alone(step.page, name)[row.history & 3] for row in step.rows]
         gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
         best = (1 + gained) / max([promise.cost for promise in alone])
         if self.cautious and not self.tables.measured(name, page.at):
@@ -173,8 +178,7 @@ class Adaptive:
                 return False
         have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         most = max([promise.levels for promise in alone])
-        wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
-        if step.spent + wait + page.drafting[name][most] + page.seconds[most] + RESERVE > step.room:
+        if step.spent + wait + page.drafting[name][most] + page.seconds[most] + (RESERVE if page.drafting[name][1] > LOOK else 0.0) > step.room:
             step.refused = True
             return self._later(name)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])

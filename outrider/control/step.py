@@ -45,8 +45,9 @@ class Step:
         survival = self.survivals(draft)
         have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
         cost = self.spent + page.verify[min(nodes, DEEPEST)]
+        left = self._left(draft, survival, frontier)
         reach = sum(
-            [survival[p] * self.tables.below(name, draft.score[p]) if p >= 0 else self.tables.first(name, self.rows[~p].history) for p in frontier]
+            [left[p] * (self.tables.below(name, draft.score[p]) if p >= 0 else self.tables.first(name, self.rows[~p].history)) for p in frontier]
         )
         drafting, gained = page.drafting[name], 0.0
         for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
@@ -55,6 +56,14 @@ class Step:
             if gained * cost > (then - cost) * have and then <= self.room:
                 return frontier
         return []
+
+    def _left(self, draft: Draft, survival: list[float], frontier: Places) -> dict[int, float]:
+        """Per place, the chance that the text comes by it and goes on with none of the nodes that others have put below."""
+        left = {p: survival[p] if p >= 0 else 1.0 for p in frontier}
+        for n, parent in enumerate(draft.parent):
+            if parent in left:
+                left[parent] = max(left[parent] - survival[n], 0.0)
+        return left
 
     def survivals(self, draft: Draft) -> list[float]:
         """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""

@@ -48,7 +48,7 @@ class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
     tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `alone`: by drafter and last two verdicts,
-    what starting it promises. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    what starting it promises, once asked. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
@@ -116,10 +116,13 @@ class Tables:
             self.costs.plainly(at) / curve.line[0],
             _deepest(verify),
         )
-        for name in self.bits:
-            if drafting[name][1] > LOOK:
-                page.alone[name] = [self._alone(page, name, self.first(name, last)) for last in range(4)]
         return page
+
+    def alone(self, page: Page, name: str) -> list[Promise]:
+        """By the last two verdicts, what starting a drafter promises; kept for the life of a page."""
+        if name not in page.alone:
+            page.alone[name] = [self._alone(page, name, self.first(name, last)) for last in range(4)]
+        return page.alone[name]
 
     def measured(self, name: str, at: Situation) -> bool:
         """Is it known, and not only assumed, what a drafter costs there?"""
