@@ -15,7 +15,7 @@ from outrider.control.fixed import fixed
 from outrider.core import noise as noise_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import ACCEPT, BONUS, DRAFT, RowNoise, address, gumbel, uniform
+from outrider.core.noise import ACCEPT, BONUS, DRAFT, FEW, RowNoise, address, gumbel, uniform
 from outrider.core.sampling import Settings, argmax, warp
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Plan, Request, SamplingParams, Sequence
 from outrider.drafters.model import ModelDrafter
@@ -312,6 +312,25 @@ def test_noise_is_a_function_of_its_address() -> None:
     assert first == draws(1, 0, DRAFT, 0)
     for other in ((2, 0, DRAFT, 0), (1, 1, DRAFT, 0), (1, 0, BONUS, 0), (1, 0, ACCEPT, 0), (1, 0, DRAFT, 1)):
         assert np.mean(np.array(first) == draws(*other)) < 0.1
+
+
+def test_a_few_addresses_are_those_of_many() -> None:
+    """Negative words, the largest ones, and any number of them at once."""
+    rng = np.random.default_rng(0)
+    words = [np.concatenate([rng.integers(-(2**63), 2**63 - 1, 60), [-1, 0, 2**63 - 1, -(2**63)]]) for _ in range(4)]
+    for count in range(1, 5):
+        many = address(*words[:count])
+        for few in (1, 2, FEW, FEW + 1):
+            assert (np.concatenate([address(*[w[i : i + few] for w in words[:count]]) for i in range(0, 64, few)]) == many).all()
+
+
+@pytest.mark.parametrize("broken", [0, 3])
+def test_scores_that_are_no_numbers_are_no_distribution(broken: int) -> None:
+    logits = torch.zeros(1, 5)
+    logits[0, broken] = torch.nan
+    seq = Sequence(Request("r", (0,), SamplingParams(temperature=0.7), seed=1, rule="exact"), [0])
+    with pytest.raises(OutriderError, match="NaN"):
+        warp(logits, [-1], tree.empty(1), Settings.of([seq]))
 
 
 def test_every_step_of_the_engine_is_fresh() -> None:

@@ -153,12 +153,20 @@ def warp(logits: Tensor, places: Places, draft: Draft, settings: Settings) -> Te
     """Log-probabilities [places, V] of the next token at each place. Greedy rows get the one-hot limit."""
     x = process(logits, places, draft, settings)
     rows = tree.row_of(places, draft)
+    out = torch.log_softmax(_truncate(x / _warmth(rows, settings, x), rows, settings), -1)
+    if not settings.greedy.any():
+        if isnan(out.amax().item()):  # the largest of numbers among which there is none is none
+            raise _not_a_number()
+        return out
     greedy = torch.from_numpy(settings.greedy[rows]).to(x.device)
-    warm = torch.where(greedy[:, None], 1.0, settings.column("temperature", rows, x))
-    out = torch.log_softmax(_truncate(x / warm, rows, settings), -1)
     if bool((out.isnan().any(-1) & ~greedy).any()):
         raise _not_a_number()
-    if settings.greedy.any():
-        hot = torch.full_like(out, -torch.inf).scatter_(-1, argmax(x)[:, None], 0.0)
-        out = torch.where(greedy[:, None], hot, out)
-    return out
+    hot = torch.full_like(out, -torch.inf).scatter_(-1, argmax(x)[:, None], 0.0)
+    return torch.where(greedy[:, None], hot, out)
+
+
+def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor:
+    """The temperature of each of `rows`, [n, 1], or of all, []; 1 where it is greedy."""
+    known = [p.temperature or 1.0 for p in settings.params]
+    values = known if len(known) == 1 else [[known[r]] for r in rows.tolist()]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
