@@ -19,7 +19,7 @@ from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
 
 RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
-PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and at last
+PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHOLE
@@ -196,7 +196,7 @@ class Adaptive:
         gift = GIFT if self.tables.next.cells.get(f"{name} ?", [0])[0] < WARM else 0.0
         if self.steps >= self.due[name] and self.explored + cost <= gift + EXPLORE * self.steps:
             self.explored += cost
-            self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], RARELY)
+            self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], int(RARELY * max(cost, 1.0)))
             step.trial = name, cost
         return step.trial is not None
 
