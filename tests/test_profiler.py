@@ -94,14 +94,30 @@ def test_a_sweep_stays_at_the_length_that_it_is_filed_under(monkeypatch):
     assert tables.costs.verify[at].seen[0][0] == 12 * (1 + CALM), "each repetition counts"
 
 
-def test_a_sweep_reads_its_prompt_once(monkeypatch):
-    """A draft model's reading is timed where it happens: later repetitions find the prompt in its rows, and are no cheap reading."""
+@pytest.mark.parametrize("reuse", [True, False])
+def test_reading_is_measured_where_it_happens(monkeypatch, reuse):
+    """A draft model reads the prompt at its first turn in the first text. What it does at its first turns in later ones, finding the prompt in
+    its rows or reading it once more, is neither cheap reading nor dear drafting."""
     engine, tables = toys()
-    told, tell = [], profiler._Found.tell
-    monkeypatch.setattr(profiler._Found, "tell", lambda self, *how: told.append(self) or tell(self, *how))
+    model = engine.drafters["model"].model
+    model.rows.reuse = engine.target.rows.reuse = reuse
+    clock, read, score = [0.0], {}, model.score
+
+    def reading(seqs, *how):
+        clock[0] += len(seqs[0].tokens) - read.get(id(seqs[0]), 0 if reuse is False or not read else 300)
+        read[id(seqs[0])] = len(seqs[0].tokens)
+        return score(seqs, *how)
+
+    def now():
+        clock[0] += 1e-3
+        return clock[0]
+
+    monkeypatch.setattr(model, "score", reading)
+    engine.now = now
     sweep(engine, tables, context=300, patience=1e9, repeats=6)
-    ((behind, _),) = told[0].far["model"]
-    assert behind >= 300 and all(len(times) >= 6 for times in told[0].draft["model"].values())
+    (at,) = tables.costs.verify
+    assert tables.costs.catching_up("model", at, 300) == pytest.approx(300, rel=0.1)
+    assert max(tables.costs.draft["model", at].drawn().line[1:9]) < 30
 
 
 def test_a_sweep_out_of_time_still_measures_plain_steps():

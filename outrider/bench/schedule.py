@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -20,9 +22,12 @@ from outrider.bench import policies, prompts, replay
 from outrider.bench.oracle import hindsight, informed
 from outrider.bench.report import provenance, save_as
 from outrider.control.fixed import fixed
+from outrider.control.tables import Tables
 from outrider.core.sockets import Controller
 from outrider.core.types import Draft, Sequence
 from outrider.drafters.model import ModelDrafter
+from outrider.measure.cost import Costs
+from outrider.measure.profile import merged
 from outrider.models import load as models
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
@@ -83,12 +88,9 @@ def schedule(
     tables = fast.keeper.tables  # type: ignore[union-attr]
     asked = _asked(fast, count)
     progress("measuring costs")
-    for sampled in (False, True):
-        profiler.sweep(fast.engine, tables, patience=10, repeats=20, sampled=sampled)
+    _measure(fast, tables, repeats=20)
     progress("recording a trace")
     taped = replay.record(fast, asked, max_tokens, tables.costs, lambda at: progress(f"recording {at}"))
-    if trace:
-        taped.save(trace)
     contenders = {
         PLAIN: Writer(plain),
         **{f"{name}:{k}": Writer(fast, fixed(policies.chain(name, k))) for name in fast.engine.drafters for k in FIXED},
@@ -98,7 +100,13 @@ def schedule(
         writer(prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0), 32)
     for prompt in [p for p in _asked(fast, count + 1) if p not in asked]:
         contenders[ADAPTIVE](prompt, max_tokens)  # what a first user of the pair would have left in the profile
-    times, why, think = _interleaved(contenders, asked, max_tokens, rounds, progress)
+    found: list[dict[str, Any]] = [taped.costs]
+    times, why, think = _interleaved(
+        contenders, asked, max_tokens, rounds, progress, lambda: found.append(_measure(fast, Tables(tables.bits, Costs({}))))
+    )
+    taped = replace(taped, costs=reduce(lambda some, more: merged(some, more, {}), found))  # what steps cost while they were timed
+    if trace:
+        taped.save(trace)
     rows = [{"prompt": p.id, "category": p.category, **{name: times[name][p.id] for name in contenders}} for p in asked]
     return {
         "where": provenance(), "settings": {"prompts": count, "max_tokens": max_tokens, "rounds": rounds, "target": _name(target), "draft": _name(draft), **settings},
@@ -108,17 +116,31 @@ def schedule(
     }  # fmt: skip
 
 
+def _measure(rt: Runtime, tables: Tables, repeats: int = 7) -> dict[str, Any]:
+    """Sweep greedy and sampled steps into `tables`; returns the state of their costs."""
+    for sampled in (False, True):
+        profiler.sweep(rt.engine, tables, patience=10, repeats=repeats, sampled=sampled)
+    return tables.costs.state()
+
+
 def _name(folder: str | None) -> str:
     return "reference" if folder is None else Path(folder).name
 
 
 def _interleaved(
-    contenders: dict[str, Writer], asked: list[prompts.Prompt], max_tokens: int, rounds: int, progress: Callable[[str], None]
+    contenders: dict[str, Writer],
+    asked: list[prompts.Prompt],
+    max_tokens: int,
+    rounds: int,
+    progress: Callable[[str], None],
+    measure: Callable[[], object],
 ) -> tuple[dict[str, dict[str, float]], Counter[str], dict[str, float]]:
-    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding."""
+    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. Before each round
+    `measure` is called."""
     names, found, why = list(contenders), {name: {p.id: list[float]() for p in asked} for name in contenders}, Counter[str]()
     deciding: dict[str, list[float]] = {PLAIN: [], ADAPTIVE: []}
     for turn in range(rounds):
+        measure()
         for i, prompt in enumerate(asked):
             progress(f"round {turn + 1} of {rounds}: {prompt.id}")
             for name in (names + names)[(i + turn) % len(names) :][: len(names)]:

@@ -20,7 +20,7 @@ PACE = 0.05  # weight of one step in the machine's present pace
 OWED = 0.1  # weight of one plain step in what plain decoding takes now
 MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
-CALM = 6  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
+CALM = 10  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
 FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
 
 

@@ -31,6 +31,7 @@ NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
 ASKED = 4  # times in a row that a drafter without a model is asked: one that is asked now and then is slower than one asked at every step
+QUIET = 8  # plain steps among plain ones that are timed
 CATCH = 256  # unread tokens for which the table shows what reading them costs
 TREE = (2, 4)  # depth and width of the trees in which guesses are counted by rank
 FILLER = "filler"
@@ -171,7 +172,7 @@ def _plans(models: list[str], others: list[str]) -> list[Plan]:
     sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
     levels = [Plan(((name, n, 1),)) for name in models for n in (1, *LEVELS)]
     asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]
-    return [Plan()] * WARM + sizes + levels + asked + [Plan()] * (CALM + 4)
+    return [Plan()] * WARM + sizes + levels + asked + [Plan()] * (CALM + QUIET)
 
 
 class _Found:
@@ -183,18 +184,22 @@ class _Found:
         self.far: dict[str, list[tuple[int, float]]] = {}
         self.read: dict[str, int] = {}
         self.steady: list[float] = []
-        self.taken, self.seen, self.plain, self.tier = 0, 0, 0, ""
+        self.taken, self.seen, self.plain, self.tier, self.texts = 0, 0, 0, "", 0
 
     def begin(self) -> None:
-        """Another text: its first steps warm up, and drafters that keep nothing of the last one read it anew."""
-        self.seen, self.plain = 0, 0
+        """Another text, or the same once more: its first steps warm up, and so do those in which drafters find or read what they had read."""
+        self.seen, self.plain, self.texts = 0, 0, self.texts + 1
+        self.read.clear()
 
     def add(self, record: StepRecord, rows: int) -> None:
         self.taken, self.seen, self.tier, drafting = self.taken + 1, self.seen + 1, record.tiers.get("target", ""), 0.0
         for name, levels in record.levels.items():
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
-            behind, self.read[name] = record.context[0] - self.read.get(name, 0), record.context[0] + record.emitted[0]
+            anew, behind = name not in self.read and self.texts > 1, record.context[0] - self.read.get(name, 0)
+            self.read[name] = record.context[0] + record.emitted[0]
+            if anew:
+                continue
             if behind > FAR:
                 self.far.setdefault(name, []).append((behind, took))
             elif name != FILLER:
