@@ -17,7 +17,7 @@ from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, lin
 
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
-from outrider.control.controller import EXPLORE, GIFT, PROBE, Adaptive
+from outrider.control.controller import EXPLORE, GIFT, PROBE, SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import PATIENCE, REST, Row, awake, remember
 from outrider.control.tables import Tables
 from outrider.core.types import Limits, Sequence, StepRecord
@@ -79,6 +79,8 @@ def test_much_to_read_is_weighed_however_cheap_the_guesses() -> None:
     rare = lambda t, d: 0.95 if (t + d) % 10 else 0.0  # noqa: E731
     two, alone = both(rare, 0.08)
     assert not any(r.levels.get("model") for r in two) and seconds(two) == pytest.approx(seconds(alone))
+    two, alone = both(rare, 0.05)
+    assert seconds(two) < 1.12 * seconds(alone), "once it is known how fast such texts are written"
     two, alone = both(lambda t, d: 0.0, 0.02)
     assert seconds(two) < 0.7 * seconds(alone)
 
@@ -184,6 +186,27 @@ def test_one_stall_changes_no_policy(at: int) -> None:
     assert abs(mean(r.drafted[0] for r in after) - mean(late(calm))) < 1.5
     assert sum(r.drafted[0] == 0 for r in after) <= sum(r.drafted[0] == 0 for r in calm)
     assert seconds(stalled) - worst.reading.seconds < 1.03 * seconds(calm)
+
+
+@pytest.mark.parametrize(("came", "left"), [(0, 12.0), (1, 11.0), (2, 10.0)])
+def test_a_try_has_cost_what_it_did_not_bring(came: int, left: float) -> None:
+    """Twelve plain steps, most of them reading, for a token or two; only where all was right the next one is soon."""
+    controller = Adaptive(Tables({"model": 1}, Costs({})), lambda: "")
+    controller.explored, controller.pause["model"], controller.due["model"] = 12.0, 1 << 20, 1 << 20
+    controller._tried("model", 12.0, SimpleNamespace(accepted_by={("model", n + 1): 1 for n in range(came)}, requests=("a",)))
+    assert controller.explored == left and (controller.due["model"] == PATIENCE) == (came == 2)
+
+
+def test_what_is_learned_from_is_chosen_by_no_verdict() -> None:
+    """Of later steps one in so many, however the guesses before it ended: else those that follow vain ones would seem to be more than they are."""
+    of = trace(2, costs(linear(0.3), FREE), {"lookup": lambda t, d: 0.9 if t // 300 % 2 else 0.05}, length=3000, score=lambda p: 0.7)
+    controller, seen = adaptive(of), []
+    take_in = controller.tables.take_in
+    controller.tables.take_in = lambda lessons: seen.extend(r.record for r in lessons if r.record.levels) or take_in(lessons)
+    records = [r for r in flat(drive(of, controller))[YOUNG:] if r.levels]
+    kept = {id(r) for r in seen}
+    for some in ([r for r in records if any(r.drafted)], [r for r in records if not any(r.drafted)]):
+        assert len(some) > 200 and sum(id(r) in kept for r in some) < 2.5 * len(some) / SAMPLE + 8
 
 
 def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer() -> None:

@@ -30,8 +30,9 @@ RESERVE = 4.0  # plain steps of credit that starting a drafter must leave for th
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 LONG = 64  # steps without a thought after which they are settled all the same
-LIKE = 8  # tokens of steps like the present one that a request is trusted to have had, before any were written
+LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
+FRESH_RATE = 0.2  # weight of one request in the rate of those before
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -52,6 +53,7 @@ class Adaptive:
         self.asleep, self.silent, self.why = 0, False, ""
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
+        self.rate = 1.0  # of requests before
         self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
@@ -181,12 +183,29 @@ class Adaptive:
         if step.spent + wait + page.drafting[name][most] + page.seconds[most] + (RESERVE if page.drafting[name][1] > LOOK else 0.0) > step.room:
             step.refused = True
             return self._later(name)
-        ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
         best *= self._tilt(name, draft)
-        if best >= have * (1 + RISK) and 2 * wait <= ahead * (1 / have - 1 / best) * (_share(seqs, bool(draft.token)) if wait else 1.0):
+        if best >= have * (1 + RISK) and (not wait or self._repays(seqs, draft, wait, 1 + gained, max([promise.cost for promise in alone]))):
             self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
             return True
         return self._try_anyway(name, wait) or (draft.token == [] and self._later(name))
+
+    def _repays(self, seqs: list[Sequence], draft: Draft, wait: float, tokens: float, cost: float) -> bool:
+        """Would a drafter that must read for `wait` plain steps, and then brings `tokens` for `cost`, save twice that in steps like this one? What it
+        brings beyond the step as it is saves the time that as many tokens take at the request's present rate: where others guess well, little."""
+        step = self.step
+        assert step is not None
+        nodes, score = step.best(draft) if draft.token else (0, 1 / step.plain)
+        now = step.page.verify[nodes] if nodes else step.plain
+        saved = (tokens - score * (now + (step.spent if draft.token else 0.0))) / self._rate(seqs) - (cost - now)
+        ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
+        return 2 * wait <= saved * ahead / tokens
+
+    def _rate(self, seqs: list[Sequence]) -> float:
+        """Tokens of a request for the time of a plain step, of late."""
+        assert self.page is not None
+        steps = [r for s in seqs for r in s.records[-AHEAD:]]
+        took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
+        return (LIKE + sum([sum(r.emitted) for r in steps])) / (LIKE / self.rate + took / self.page.plain)
 
     def _try_anyway(self, name: str, wait: float) -> bool:
         """Is it time to see whether a drafter that does not seem to pay would?"""
@@ -276,6 +295,8 @@ class Adaptive:
         if self.last:
             self._note(*self.last)
         self._settle()
+        if self.page is not None and seq.records:
+            self.rate += FRESH_RATE * (self._rate([seq]) - self.rate)
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)
@@ -296,7 +317,7 @@ class Adaptive:
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(rows, record, step):
+        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(record, step):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
@@ -331,9 +352,10 @@ class Adaptive:
         remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
 
     def _tried(self, name: str, cost: float, record: StepRecord) -> None:
-        """A try in which all was right has cost nothing, and the next one is soon."""
-        if sum([n for (who, _), n in record.accepted_by.items() if who == name]) >= PROBED * len(record.requests):
-            self.explored -= cost
+        """What a try brought it has not cost; and where all of it was right, the next one is soon."""
+        came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(record.requests)
+        self.explored -= min(came, cost)
+        if came >= PROBED:
             self.pause[name], self.due[name] = PROBE, self.steps + PATIENCE
 
     def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool) -> None:
@@ -364,13 +386,6 @@ class Adaptive:
         self.lessons = []
 
 
-def _share(seqs: list[Sequence], drafted: bool) -> float:
-    """Of the last tokens, those of steps in which somebody had drafted, or nobody, as in this one: a drafter that must read much first is
-    paid for by such steps to come."""
-    lately = [(sum(r.emitted), any(r.drafted)) for s in seqs for r in s.records[-AHEAD:]]
-    return (LIKE + sum([n for n, had in lately if had == drafted])) / (LIKE + sum([n for n, _ in lately]))
-
-
 def _longest(draft: Draft) -> int:
     """Nodes of the row that has most."""
     return len(draft) if draft.rows == 1 else max([draft.row.count(r) for r in range(draft.rows)])
@@ -385,9 +400,9 @@ def _subsets(names: list[str]) -> list[tuple[str, ...]]:
     return [tuple(some) for size in dict.fromkeys((1, 2, len(names))) if size <= len(names) for some in itertools.combinations(names, size)]
 
 
-def _rare(rows: list[Row], record: StepRecord, step: Step | None) -> bool:
-    """Is this one of the few guesses of a drafter that rests or is tried, or a plain step that was asked for? Decided by
-    what was before, not by the verdict."""
+def _rare(record: StepRecord, step: Step | None) -> bool:
+    """Is this a guess of a drafter that is tried, or a plain step that was asked for? Decided by what was before, not by the verdict; and not by
+    how many guesses were in vain before: those that follow would be learned from more often than they come."""
     if step is None:
         return record.reason in ("off:guard", "probe:plain")  # if the machine has become slow, it is now that this must be seen
-    return bool(step.trial) or max([row.vain.get(name, 0) for name in record.levels for row in rows], default=0) >= PATIENCE
+    return step.trial is not None

@@ -99,7 +99,7 @@ class Logistic:
     """A perceptron with a soft threshold: log-odds linear in the score's log-odds, the depth and the last verdicts,
     learned at every verdict with steps that shrink by feature (AdaGrad). The score never counts against a node."""
 
-    RATE = 0.25
+    RATE = 0.2
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         self.weights: dict[str, list[float]] = (state or {}).get("weights", {})
