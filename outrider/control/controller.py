@@ -26,10 +26,8 @@ WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHO
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 BATCH = 8  # steps that are learned from together
 OFF = Plan()
-RESERVE, UNSURE = (
-    4.0,
-    0.5,
-)  # plain steps of credit that starting a dear drafter must leave for others, and of what it must read: a debt keeps all away
+RESERVE = 4.0  # plain steps of credit that starting a dear drafter must leave for others
+UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 LONG = 64  # steps without a thought after which they are settled all the same
@@ -183,10 +181,8 @@ class Adaptive:
                 return False
         have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         most = max([promise.levels for promise in alone])
-        if (
-            step.spent + UNSURE * wait + page.drafting[name][most] + page.seconds[most] + (RESERVE if page.drafting[name][1] > LOOK else 0.0)
-            > step.room
-        ):
+        spare = RESERVE + UNSURE * wait if len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK else 0.0
+        if step.spent + wait + page.drafting[name][most] + page.seconds[most] + spare > step.room:
             step.refused = True
             return self._later(name)
         best *= self._tilt(name, draft)
