@@ -224,6 +224,35 @@ def test_what_holds_up_plain_steps_is_not_charged_to_speculation(every: int) -> 
     assert sum(held) == pytest.approx(sum(calm), rel=0.15)
 
 
+@pytest.mark.parametrize("hit", ["all", "speculation"])
+def test_a_machine_that_holds_up_all_steps_keeps_nobody_from_drafting(hit: str) -> None:
+    """One step in sixty takes twenty times as long, whatever it does: plain decoding would meet as many, and what it would meet is not charged. If none but
+    speculative steps are held up, all is."""
+    of = trace(3, costs(linear(0.05), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.9 if t % 40 > 20 else 0.0}, length=150, texts=24)
+    held = lambda n, name: n % 61 == 0 and (hit == "all" or name != "plain")  # noqa: E731
+    controller = adaptive(of)
+    texts = drive(of, controller, Weather(of, lambda n, name: 20.0 if held(n, name) else 1.0))
+    guarded = [sum(r.reason == "off:guard" for r in records) for records in texts]
+    if hit == "all":
+        assert sum(guarded[4:]) < 0.05 * sum(map(len, texts[4:])) and controller.ledger.held[1] > 0
+    else:
+        assert controller.ledger.held[1] == 0 and controller.ledger.spared == 0
+
+
+def test_what_is_spared_is_what_plain_steps_would_have_met() -> None:
+    """By hand: plain steps were held up for a tenth of their time; so may speculative ones be, and no more."""
+    ledger = Ledger(0.05)
+    assert ledger.fairly(10.0, 2.0) == 10.0, "nothing is known yet"
+    for _ in range(9):
+        ledger.plainly(1.0, 1.5)
+    ledger.plainly(2.5, 1.5)
+    assert ledger.held == [pytest.approx(11.5), pytest.approx(1.0)]
+    share = 1.0 / 11.5
+    assert ledger.fairly(2.0, 2.0) == 2.0 and ledger.spared == pytest.approx(2 * share)
+    assert ledger.fairly(20.0, 2.0) == pytest.approx(20 - 22 * share) and ledger.spared == pytest.approx(0.0)
+    assert ledger.fairly(1.0, 2.0) == 1.0
+
+
 @pytest.mark.parametrize("pace", [2.0, 0.5])
 def test_a_machine_that_changes_its_pace_for_good_is_found_out(pace: float) -> None:
     """All takes twice as long: the guard holds drafting back until plain steps have shown it, and no longer. Or half as long: nothing is

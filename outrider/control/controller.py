@@ -368,9 +368,13 @@ class Adaptive:
             return
         spent, owed, bad_case = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None
         if any(record.drafted):
-            bad_case = step.room * page.plain * page.spread if step is not None else None
+            if step is not None:
+                bad_case = step.room * page.plain * page.spread
+                spent = self.ledger.fairly(spent, (step.spent + page.seconds[min(max(record.drafted), DEEPEST)]) * page.plain * page.spread)
         else:
-            owed = (spent - self._beside(record)) * (1.0 if calm else min(page.steady, 1.0))
+            bare = spent - self._beside(record)
+            self.ledger.plainly(bare, owed * page.spread)
+            owed = bare * (1.0 if calm else min(page.steady, 1.0))
             page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)

@@ -3,7 +3,9 @@
 A ledger per request. Every token earns what plain decoding would have taken for it and a little more (`allowance`); every
 step spends what it took; where nothing was verified, no more than such steps take, since plain decoding would have been
 held up as well. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at most
-(1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case.
+(1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case. A machine that
+holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time is
+not charged.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +16,16 @@ GRANT = 8.0  # plain steps that a request begins with: from nothing drafting cou
 @dataclass(slots=True)
 class Ledger:
     """Credit in seconds by request. `stalls`: speculative steps that took longer than the bad case they were admitted
-    with; `debts`: those that left a debt; `worst`: the largest one, in seconds."""
+    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `held`: [seconds of plain steps, of which they were held up];
+    `spared`: seconds of holding up that speculative steps may still have, as plain ones would."""
 
     allowance: float = 0.05
     credit: dict[str, float] = field(default_factory=dict)
     stalls: int = 0
     debts: int = 0
     worst: float = 0.0
+    held: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    spared: float = 0.0
 
     def left(self, requests: list[str], plain: float) -> float:
         """What the most frugal of the rows may spend on one step more than nothing: its credit and what a token earns."""
@@ -34,6 +39,18 @@ class Ledger:
             self.stalls += 1
             self.debts += now < 0
         self.worst = max(self.worst, -now)
+
+    def plainly(self, seconds: float, usual: float) -> None:
+        """A plain step took `seconds`, where no more than `usual` is nothing out of the ordinary."""
+        self.held[0] += seconds
+        self.held[1] += max(seconds - usual, 0.0)
+
+    def fairly(self, seconds: float, usual: float) -> float:
+        """What a speculative step is charged that took `seconds`."""
+        self.spared += seconds * self.held[1] / self.held[0] if self.held[0] else 0.0
+        off = min(max(seconds - usual, 0.0), self.spared)
+        self.spared -= off
+        return seconds - off
 
     def end(self, request: str) -> None:
         self.credit.pop(request, None)
