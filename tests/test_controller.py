@@ -17,8 +17,9 @@ from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, lin
 
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
-from outrider.control.controller import EXPLORE, GIFT, PROBE, SAMPLE, YOUNG, Adaptive
+from outrider.control.controller import SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import PATIENCE, REST, Row, awake, remember
+from outrider.control.starts import EXPLORE, GIFT, PROBE, Starts
 from outrider.control.tables import Tables
 from outrider.core.types import Limits, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
@@ -191,10 +192,10 @@ def test_one_stall_changes_no_policy(at: int) -> None:
 @pytest.mark.parametrize(("came", "left"), [(0, 12.0), (1, 11.0), (2, 10.0)])
 def test_a_try_has_cost_what_it_did_not_bring(came: int, left: float) -> None:
     """Twelve plain steps, most of them reading, for a token or two; only where all was right the next one is soon."""
-    controller = Adaptive(Tables({"model": 1}, Costs({})), lambda: "")
-    controller.explored, controller.pause["model"], controller.due["model"] = 12.0, 1 << 20, 1 << 20
-    controller._tried("model", 12.0, SimpleNamespace(accepted_by={("model", n + 1): 1 for n in range(came)}, requests=("a",)))
-    assert controller.explored == left and (controller.due["model"] == PATIENCE) == (came == 2)
+    starts = Starts(Tables({"model": 1}, Costs({})), cautious=False)
+    starts.explored, starts.pause["model"], starts.due["model"] = 12.0, 1 << 20, 1 << 20
+    starts.tried("model", 12.0, SimpleNamespace(accepted_by={("model", n + 1): 1 for n in range(came)}, requests=("a",)), 0)
+    assert starts.explored == left and (starts.due["model"] == PATIENCE) == (came == 2)
 
 
 def test_what_is_learned_from_is_chosen_by_no_verdict() -> None:
@@ -217,7 +218,7 @@ def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer() -> None:
     gaps = [b - a for a, b in pairwise(tries) if b - a >= PROBE]
     assert 4 <= len(tries) < 16, f"tried at {tries}"
     assert gaps == sorted(gaps) and gaps[-1] > 8 * PROBE
-    assert controller.explored <= GIFT + EXPLORE * len(records)
+    assert controller.starts.explored <= GIFT + EXPLORE * len(records)
 
 
 def test_a_drafter_without_guesses_rests_longer_and_longer() -> None:

@@ -13,7 +13,7 @@ from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
 from outrider.control.controller import EARN, Adaptive
-from outrider.control.guard import GRANT, Ledger
+from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
 from outrider.drafters.lookup import Lookup
@@ -240,17 +240,47 @@ def test_a_machine_that_holds_up_all_steps_keeps_nobody_from_drafting(hit: str) 
 
 
 def test_what_is_spared_is_what_plain_steps_would_have_met() -> None:
-    """By hand: plain steps were held up for a tenth of their time; so may speculative ones be, and no more."""
+    """By hand: plain steps were held up for a known share of their time; so may speculative ones be, and no more."""
     ledger = Ledger(0.05)
     assert ledger.fairly(10.0, 2.0) == 10.0, "nothing is known yet"
     for _ in range(9):
-        ledger.plainly(1.0, 1.5)
-    ledger.plainly(2.5, 1.5)
-    assert ledger.held == [pytest.approx(11.5), pytest.approx(1.0)]
-    share = 1.0 / 11.5
+        assert ledger.plainly(1.0, 1.0) == 1.0
+    ledger.plainly(5.0, 1.0)
+    left = 1 - FADE
+    share = 4 / (CALM_BEFORE * left**10 + sum(left**n for n in range(1, 10)) + 5)
+    assert ledger.held[1] / ledger.held[0] == pytest.approx(share)
     assert ledger.fairly(2.0, 2.0) == 2.0 and ledger.spared == pytest.approx(2 * share)
     assert ledger.fairly(20.0, 2.0) == pytest.approx(20 - 22 * share) and ledger.spared == pytest.approx(0.0)
     assert ledger.fairly(1.0, 2.0) == 1.0
+
+
+def test_a_machine_that_was_suspended_forgives_nobody() -> None:
+    """A plain step of an hour is one hold-up among thousands, and forgotten in time; a speculative step of an hour is charged but for what a hold-up counts."""
+    ledger = Ledger(0.05)
+    assert ledger.plainly(3.6e6, 1.0) == LONGEST
+    assert 0 < ledger.held[1] / ledger.held[0] < 0.11
+    for _ in range(10_000):
+        ledger.plainly(1.0, 1.0)
+    assert ledger.held[1] / ledger.held[0] < 0.001
+    for _ in range(1000):
+        ledger.fairly(100.0, 100.0)
+    assert ledger.fairly(3.6e6, 1.0) >= 3.6e6 - LONGEST and ledger.spared < LONGEST
+
+
+def test_an_hour_in_a_plain_step_earns_no_share_of_an_hour() -> None:
+    """The same text twice, once with a plain step that took an hour: what may be spent is hardly more."""
+    of = trace(3, costs(linear(0.05), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.9 if t % 40 > 20 else 0.0}, length=150)
+    credit: dict[float, list[float]] = {1.0: [], 3600.0: []}
+    for longest, seen in credit.items():
+        controller = adaptive(of)
+
+        def slow(n: int, name: str, longest: float = longest, seen: list[float] = seen, controller: Adaptive = controller) -> float:
+            seen.extend(controller.ledger.credit.values())
+            return longest if n == 31 and name == "plain" else 1.0
+
+        records = drive(replace(of, texts=of.texts[:1]), controller, Weather(of, slow))[0]
+        assert any(r.reading.seconds >= longest and not any(r.drafted) for r in records)
+    assert 0 < max(credit[3600.0]) - max(credit[1.0]) < 2 * ALLOWANCE * LONGEST
 
 
 @pytest.mark.parametrize("pace", [2.0, 0.5])

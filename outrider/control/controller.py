@@ -11,30 +11,20 @@ import math
 from collections.abc import Callable
 
 from outrider.control.guard import Ledger
-from outrider.control.rows import PATIENCE, WHOLE, Row, awake, remember
+from outrider.control.rows import WHOLE, Row, awake, remember
+from outrider.control.starts import RARELY, WARM, Starts
 from outrider.control.step import PROBED, Step
-from outrider.control.tables import LOOK, Lesson, Page, Tables
+from outrider.control.tables import BATCH, LOOK, Lesson, Page, Tables
 from outrider.core import tree
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
-from outrider.measure.cost import CALM, DEEPEST, FAR, Situation, situation
+from outrider.measure.cost import CALM, DEEPEST, Situation, situation
 
-RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
-PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
-EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
-WARM = 32  # the first drafts of a new pair are verified whole, to the depth WHOLE
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
-BATCH = 8  # steps that are learned from together
 OFF = Plan()
-RESERVE = 4.0  # plain steps of credit that starting a dear drafter must leave for others
-UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 LONG = 64  # steps without a thought after which they are settled all the same
-LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
-LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
-FRESH_RATE = 0.2  # weight of one request in the rate of those before
-AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
 class Adaptive:
@@ -43,7 +33,7 @@ class Adaptive:
     while nobody waits, so one that costs something and was never measured is not tried in a request."""
 
     def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
-        self.tables, self.tier, self.ledger, self.cautious = tables, tier, Ledger(slowdown), cautious
+        self.tables, self.tier, self.ledger, self.starts = tables, tier, Ledger(slowdown), Starts(tables, cautious)
         self.rows: dict[str, Row] = {}
         self.plans = {(some, depth): _plan(some, depth) for some in _subsets(list(tables.bits)) for depth in REACHES}
         self.step: Step | None = None
@@ -53,10 +43,8 @@ class Adaptive:
         self.slept: list[tuple[list[Sequence], StepRecord]] = []
         self.asleep, self.silent, self.why = 0, False, ""
         self.lessons: list[Lesson] = []
-        self.steps, self.since_plain, self.calm, self.explored = 0, 0, 0, 0.0
-        self.rate = 1.0  # of requests before
+        self.steps, self.since_plain, self.calm = 0, 0, 0
         self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
-        self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     # Before drafting.
 
@@ -83,7 +71,7 @@ class Adaptive:
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._earn(missing, page)
-        self.step = Step(self.tables, page, rows, room, page.steady if self.calm >= CALM else 1.0)
+        self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
@@ -142,7 +130,7 @@ class Adaptive:
         if level is None:
             level = step.levels[name] = 0
             going = [p for p in frontier if not step.rows[~p if p < 0 else draft.row[p]].rest.get(name)]
-            if going and not self._starts(seqs, name, draft, cheap):
+            if going and not self.starts.may(step, seqs, name, draft, cheap):
                 going = []
         elif cheap and frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
             going = []  # it goes on by itself: it has said all it had to say in one call
@@ -152,94 +140,6 @@ class Adaptive:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
         return going
-
-    def _starts(self, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
-        """May a drafter start now? One that costs little and has little to read is asked before anything is weighed, unless others have guessed."""
-        step = self.step
-        assert step is not None
-        wait = sum([self._waiting(s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
-        if not cheap or wait > LONG_READ:
-            return self._pays(seqs, name, draft, wait)
-        if draft.token and not step.deeper(name, draft, tree.roots(draft.rows)):
-            return False
-        step.refused = wait > 0 and step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] > step.room
-        return not step.refused or self._later(name)
-
-    def _pays(self, seqs: list[Sequence], name: str, draft: Draft, wait: float) -> bool:
-        """Is a drafter that costs something, `wait` plain steps to begin with, worth starting, beside what is drafted? Now and then it is tried anyway."""
-        step = self.step
-        assert step is not None
-        page, alone = step.page, [self.tables.alone(step.page, name)[row.history & 3] for row in step.rows]
-        gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
-        best = (1 + gained) / max([promise.cost for promise in alone])
-        if self.cautious and not self.tables.measured(name, page.at):
-            return self._later(name)
-        if self.steps < self.due[name]:
-            if best * step.plain < 1 + RISK:
-                return self._later(name)
-            if draft.token and best < step.best(draft)[1]:
-                return False
-        have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
-        most = max([promise.levels for promise in alone])
-        spare = RESERVE + UNSURE * wait if len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK else 0.0
-        if step.spent + wait + page.drafting[name][most] + page.seconds[most] + spare > step.room:
-            step.refused = True
-            return self._later(name)
-        best *= self._tilt(name, draft)
-        if best >= have * (1 + RISK) and (not wait or self._repays(seqs, draft, wait, 1 + gained, max([promise.cost for promise in alone]))):
-            self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
-            return True
-        return self._try_anyway(name, wait) or (draft.token == [] and self._later(name))
-
-    def _repays(self, seqs: list[Sequence], draft: Draft, wait: float, tokens: float, cost: float) -> bool:
-        """Would a drafter that must read for `wait` plain steps, and then brings `tokens` for `cost`, save twice that in steps like this one? What it
-        brings beyond the step as it is saves the time that as many tokens take at the request's present rate: where others guess well, little."""
-        step = self.step
-        assert step is not None
-        nodes, score = step.best(draft) if draft.token else (0, 1 / step.plain)
-        now = step.page.verify[nodes] if nodes else step.plain
-        saved = (tokens - score * (now + (step.spent if draft.token else 0.0))) / self._rate(seqs) - (cost - now)
-        ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
-        return 2 * wait <= saved * ahead / tokens
-
-    def _rate(self, seqs: list[Sequence]) -> float:
-        """Tokens of a request for the time of a plain step, of late."""
-        assert self.page is not None
-        steps = [r for s in seqs for r in s.records[-AHEAD:]]
-        took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
-        return (LIKE + sum([sum(r.emitted) for r in steps])) / (LIKE / self.rate + took / self.page.plain)
-
-    def _try_anyway(self, name: str, wait: float) -> bool:
-        """Is it time to see whether a drafter that does not seem to pay would?"""
-        step = self.step
-        assert step is not None
-        cost = wait + step.page.drafting[name][PROBED]
-        gift = GIFT if self.tables.next.cells.get(f"{name} ?", [0])[0] < WARM else 0.0
-        if self.steps >= self.due[name] and self.explored + cost <= gift + EXPLORE * self.steps:
-            self.explored += cost
-            self.due[name], self.pause[name] = self.steps + self.pause[name], min(2 * self.pause[name], int(RARELY * max(cost, 1.0)))
-            step.trial = name, cost
-        return step.trial is not None
-
-    def _later(self, name: str) -> bool:
-        """No, and nothing will change that before the tables are looked at again."""
-        assert self.step is not None
-        for row in self.step.rows:
-            row.rest[name] = BATCH
-        return False
-
-    def _tilt(self, name: str, draft: Draft) -> float:
-        """Drafters that were worth more lately than those that have guessed are believed a little more."""
-        others = [n for n, bit in self.tables.bits.items() if n != name and any(s & bit for s in draft.source)]
-        return 0.9 + 0.2 * self.tables.hedge.shares([name, *others])[name] if others else 1.0
-
-    def _waiting(self, seq: Sequence, row: Row, name: str) -> float:
-        """Plain steps that pass before a drafter has caught up with a text."""
-        behind = len(seq.tokens) - row.read.get(name, 0)
-        if behind <= FAR:
-            return 0.0
-        page, costs = self.step.page, self.tables.costs  # type: ignore[union-attr]
-        return costs.catching_up(name, page.at, behind) * costs.pace / page.plain
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """By what was learned of the drafters; by their own scores where nothing is decided."""
@@ -298,7 +198,7 @@ class Adaptive:
             self._note(*self.last)
         self._settle()
         if self.page is not None and seq.records:
-            self.rate += FRESH_RATE * (self._rate([seq]) - self.rate)
+            self.starts.ended(seq, self.page.plain)
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)
@@ -350,15 +250,8 @@ class Adaptive:
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
-            self._tried(*step.trial, record)
+            self.starts.tried(*step.trial, record, step.number)
         remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
-
-    def _tried(self, name: str, cost: float, record: StepRecord) -> None:
-        """What a try brought it has not cost; and where all of it was right, the next one is soon."""
-        came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(record.requests)
-        self.explored -= min(came, cost)
-        if came >= PROBED:
-            self.pause[name], self.due[name] = PROBE, self.steps + PATIENCE
 
     def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool) -> None:
         """Where nothing was verified, plain decoding would have taken as long, but for thinking, drafting and caches that wider steps
@@ -372,8 +265,9 @@ class Adaptive:
                 bad_case = step.room * page.plain * page.spread
                 spent = self.ledger.fairly(spent, (step.spent + page.seconds[min(max(record.drafted), DEEPEST)]) * page.plain * page.spread)
         else:
-            bare = spent - self._beside(record)
-            self.ledger.plainly(bare, owed * page.spread)
+            beside = self._beside(record)
+            bare = self.ledger.plainly(spent - beside, owed * page.spread)
+            spent = bare + beside
             owed = bare * (1.0 if calm else min(page.steady, 1.0))
             page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
         for seq, tokens in zip(seqs, record.emitted, strict=True):

@@ -4,27 +4,29 @@ A ledger per request. Every token earns what plain decoding would have taken for
 step spends what it took; where nothing was verified, no more than such steps take, since plain decoding would have been
 held up as well. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at most
 (1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case. A machine that
-holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time is
-not charged.
+holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time, by
+what its steps met of late, is not charged.
 """
 
 from dataclasses import dataclass, field
 
 GRANT = 8.0  # plain steps that a request begins with: from nothing drafting could hardly ever start
+LONGEST = 32.0  # usual steps that a hold-up counts at most
+CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
 
 
 @dataclass(slots=True)
 class Ledger:
     """Credit in seconds by request. `stalls`: speculative steps that took longer than the bad case they were admitted
-    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `held`: [seconds of plain steps, of which they were held up];
-    `spared`: seconds of holding up that speculative steps may still have, as plain ones would."""
+    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `held`: [what plain steps took of late, how much of that
+    they were held up], in usual steps; `spared`: seconds of holding up that speculative steps may still have, as plain ones would."""
 
     allowance: float = 0.05
     credit: dict[str, float] = field(default_factory=dict)
     stalls: int = 0
     debts: int = 0
     worst: float = 0.0
-    held: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    held: list[float] = field(default_factory=lambda: [CALM_BEFORE, 0.0])
     spared: float = 0.0
 
     def left(self, requests: list[str], plain: float) -> float:
@@ -40,15 +42,21 @@ class Ledger:
             self.debts += now < 0
         self.worst = max(self.worst, -now)
 
-    def plainly(self, seconds: float, usual: float) -> None:
-        """A plain step took `seconds`, where no more than `usual` is nothing out of the ordinary."""
-        self.held[0] += seconds
-        self.held[1] += max(seconds - usual, 0.0)
+    def plainly(self, seconds: float, usual: float) -> float:
+        """A plain step took `seconds`, where no more than `usual` is nothing out of the ordinary. Returns how much of that counts: a machine that
+        was suspended for an hour earns nobody an hour's share, and says nothing of the next hour."""
+        if usual <= 0:  # a clock too coarse to tell
+            return seconds
+        counted = min(seconds, LONGEST * usual)
+        before, held = self.held
+        self.held = [(1 - FADE) * before + counted / usual, (1 - FADE) * held + max(counted / usual - 1, 0.0)]
+        return counted
 
     def fairly(self, seconds: float, usual: float) -> float:
         """What a speculative step is charged that took `seconds`."""
-        self.spared += seconds * self.held[1] / self.held[0] if self.held[0] else 0.0
-        off = min(max(seconds - usual, 0.0), self.spared)
+        counted = min(seconds, LONGEST * usual)
+        self.spared = min(self.spared + counted * self.held[1] / self.held[0], LONGEST * usual)
+        off = min(max(counted - usual, 0.0), self.spared)
         self.spared -= off
         return seconds - off
 

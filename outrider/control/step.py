@@ -21,12 +21,13 @@ PROBED = 2  # levels of a drafter that is tried
 
 @dataclass(slots=True)
 class Step:
-    """In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
+    """`number`: of all steps. In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
     drafter. `survival`: of the draft's nodes. `known`: (nodes the draft had, nodes a row that were best, the score of that)."""
 
     tables: Tables
     page: Page
     rows: list[Row]
+    number: int
     room: float
     plain: float
     spent: float = 0.0

@@ -19,6 +19,7 @@ UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
 SURE = 0.98  # acceptance of guesses that could hardly be better
 LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
+BATCH = 8  # steps that are learned from together
 LOOKED = 8  # depths weighed before a drafter starts
 SEEN = 3  # last verdicts that predictions tell apart between two pages
 

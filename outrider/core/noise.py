@@ -25,10 +25,13 @@ FEW = 8  # addresses that are hashed one by one
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_M1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_M2)
-    return x ^ (x >> np.uint64(31))
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in place."""
+    with np.errstate(over="ignore"):
+        for shift, factor in ((30, _M1), (27, _M2)):
+            x ^= x >> np.uint64(shift)
+            x *= np.uint64(factor)
+        x ^= x >> np.uint64(31)
+    return x
 
 
 def _mix_one(x: int) -> int:
@@ -72,12 +75,7 @@ def _shift(x: Tensor, by: int) -> Tensor:
 def gumbel(key: NDArray[np.uint64], vocab: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise [n, vocab]: entry v is a function of (key, v) alone, on every device."""
     if device.type == "cpu":  # the same numbers, several times as fast
-        bits = key[:, None] + _steps(vocab)
-        with np.errstate(over="ignore"):
-            for shift, factor in ((30, _M1), (27, _M2)):
-                bits ^= bits >> np.uint64(shift)
-                bits *= np.uint64(factor)
-            bits ^= bits >> np.uint64(31)
+        bits = _mix(key[:, None] + _steps(vocab))
         bits >>= np.uint64(12)
         return _gumbel(torch.from_numpy(bits.view(np.int64)), dtype)
     ids = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
