@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -219,12 +220,32 @@ def tables_of(bits: dict[str, int]) -> Tables:
     return tables
 
 
+def test_what_a_slow_machine_took_is_kept_at_the_usual_pace() -> None:
+    """That of the step itself, not of the moment at which it is learned from."""
+    bits, states = {"a": 1}, []
+    for pace in (1.0, 3.0):
+        r = record({"a": [7, 7]}, [1], bits, kept=(0, 1))
+        r = replace(r, seconds={"draft a": 0.01 * pace}, reading=Reading(0.5 * pace))
+        tables = tables_of(bits)
+        tables.costs.pace = 7.0
+        tables.take_in([Lesson(r, AT, [0], {"a": 0}, False, pace), Lesson(replace(r, levels={}, drafted=(0,)), AT, [0], {}, True, pace)])
+        states.append(tables.costs.state())
+    assert states[0]["draft"] and states[0]["steady"]
+    assert numbers(states[0]) == pytest.approx(numbers(states[1]))
+
+
+def numbers(state: dict[str, object], at: str = "") -> dict[str, float]:
+    """All numbers of nested dictionaries and lists, by their place."""
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    return {k: v for name, x in pairs for k, v in (numbers(x, f"{at}/{name}") if isinstance(x, dict | list) else {f"{at}/{name}": x}).items()}
+
+
 def test_drafters_that_were_not_asked_to_be_right_are_graded() -> None:
     """`b` was right and never verified; `a` was verified and wrong."""
     bits = {"a": 1, "b": 2}
     tables, r = tables_of(bits), record({"a": [7, 7], "b": [1, 2]}, [1, 2, 3], bits, kept=(0, 1))
     assert list(verdicts(r)) == [(0, False), (2, True), (3, True)]
-    tables.take_in([Lesson(r, AT, [0], {"a": 0, "b": 0}, False)] * 9)
+    tables.take_in([Lesson(r, AT, [0], {"a": 0, "b": 0}, False, 1.0)] * 9)
     assert tables.hedge.graded == {"a": 9, "b": 9} and tables.hedge.shares(["a", "b"])["b"] > 0.7
     assert tables.next.share("b s 0", 0.6) > 0.9 and tables.next.share("a s 0", 0.6) < 0.3
 
@@ -247,7 +268,7 @@ def test_lessons_are_sampled_without_an_eye_on_the_verdict() -> None:
         r = record({"a": [*came[:right], *[99] * (16 - right)]}, came[: right + 1], bits)
         graded = list(verdicts(r))
         truth[0], truth[1] = truth[0] + len(graded), truth[1] + sum(v for _, v in graded)
-        tables.take_in([Lesson(r, AT, [0], {"a": 0}, False)])
+        tables.take_in([Lesson(r, AT, [0], {"a": 0}, False, 1.0)])
     assert learned[0] == pytest.approx(truth[0], rel=0.03)
     assert learned[1] / learned[0] == pytest.approx(truth[1] / truth[0], abs=0.01)
     assert LESSONS < 8, "the test is of drafts longer than what is learned from"

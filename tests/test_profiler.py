@@ -21,7 +21,7 @@ from outrider.measure.cost import CALM, DEEPEST, Costs, situation
 from outrider.models.toy import ToyModel
 from outrider.runtime import profiler
 from outrider.runtime.engine import Engine
-from outrider.runtime.profiler import NODES, WARM, sweep
+from outrider.runtime.profiler import BETWEEN, NODES, WARM, sweep
 
 TEXT = "she sells sea shells on the sea shore and the shells she sells"
 HOW = {"max_tokens": 40, "ignore_eos": True}
@@ -91,7 +91,8 @@ def test_a_sweep_stays_at_the_length_that_it_is_filed_under(monkeypatch):
     sweep(engine, tables, context=300, patience=1e9, repeats=12)
     (at,) = tables.costs.verify
     assert at.context == 512 and min(seen) >= 300 and max(seen) < 512 and len(seen) > 12 * len(NODES)
-    assert tables.costs.verify[at].seen[0][0] == 12 * (1 + CALM), "each repetition counts"
+    assert tables.costs.verify[at].seen[0][0] == 11 * (1 + BETWEEN * len(NODES) + CALM), "each repetition counts, but the one that warms up"
+    assert {n: count for n, (count, _) in tables.costs.verify[at].seen.items() if n} == {n: 11 for n in NODES if n}
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -118,6 +119,21 @@ def test_reading_is_measured_where_it_happens(monkeypatch, reuse):
     (at,) = tables.costs.verify
     assert tables.costs.catching_up("model", at, 300) == pytest.approx(300, rel=0.1)
     assert max(tables.costs.draft["model", at].drawn().line[1:9]) < 30
+
+
+def test_steps_that_verify_are_timed_after_plain_ones(monkeypatch):
+    """As in texts; and where one repetition took all the time, after each other rather than not at all."""
+    seen, add = [], profiler._Found.add
+    monkeypatch.setattr(profiler._Found, "add", lambda self, record, rows: seen.append(record) or add(self, record, rows))
+    for repeats in (3, 1):
+        seen.clear()
+        engine, tables = toys()
+        sweep(engine, tables, patience=1e9, repeats=repeats)
+        (curve,) = tables.costs.verify.values()
+        assert set(NODES) <= set(curve.seen) and curve.seen[8][0] == max(repeats - 1, 1)
+        wide = [i for i, r in enumerate(seen) if max(r.drafted) and profiler.FILLER in r.levels]
+        before = [sum(any(r.drafted) for r in seen[i - BETWEEN : i]) for i in wide]
+        assert before[len(NODES) - 1 :] == [0] * (len(NODES) - 1) * (repeats - 1) and sum(before[: len(NODES) - 1]) > 0
 
 
 def test_a_sweep_out_of_time_still_measures_plain_steps():

@@ -39,7 +39,7 @@ def counted(*records: StepRecord) -> dict[str, list[float]]:
     """Cells by rank of tables that took these in."""
     tables = Tables(BITS, Costs({}))
     tables.costs.verified(AT, 0, 1.0)
-    tables.take_in([Lesson(r, AT, [0], {}, False) for r in records])
+    tables.take_in([Lesson(r, AT, [0], {}, False, 1.0) for r in records])
     return ranks_of(tables)
 
 

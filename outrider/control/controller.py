@@ -222,7 +222,7 @@ class Adaptive:
         if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(record, step):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
-            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm))
+            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, self.tables.costs.pace))
             if self.page is None or len(self.lessons) >= BATCH:
                 self._digest()
                 self.page = self.tables.page(at)
@@ -244,7 +244,7 @@ class Adaptive:
         page, costs = self.page, self.tables.costs
         assert page is not None
         for record, calm in records:
-            costs.verified(page.at, 0, record.reading.seconds - record.seconds.get("prefill", 0.0), calm)
+            costs.verified(page.at, 0, (record.reading.seconds - record.seconds.get("prefill", 0.0)) / costs.pace, calm)
         page.plain = costs.verify[page.at].line[0] * costs.pace
 
     def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
@@ -259,31 +259,35 @@ class Adaptive:
         page = self.page
         if page is None:
             return
-        spent, owed, bad_case = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None
-        if any(record.drafted):
-            if step is not None:
-                bad_case = step.room * page.plain * page.spread
-                spent = self.ledger.fairly(spent, (step.spent + page.seconds[min(max(record.drafted), DEEPEST)]) * page.plain * page.spread)
-        else:
+        took, owed, bad_case, nodes = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None, min(max(record.drafted), DEEPEST)
+        spent, own = took, took - _drafting(record) - record.seconds.get("jit", 0.0)
+        if not nodes:
             beside = self._beside(record)
-            bare = self.ledger.plainly(spent - beside, owed * page.spread)
-            spent = bare + beside
-            owed = bare * (1.0 if calm else min(page.steady, 1.0))
+            bare = self.ledger.plainly(took - beside, owed * page.spread)
+            spent, owed = bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
             page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
+        elif step is not None:
+            bad_case = step.room * page.plain * page.spread
+            spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
+        if expected := page.plain * (page.seconds[nodes] if nodes else page.steady if calm else 1.0):
+            page.plain *= self.tables.costs.felt(own / expected)
 
     def _beside(self, record: StepRecord) -> float:
         """Seconds that a step in which nothing was verified would not have taken in plain decoding."""
-        drafting = sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
         filling = record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) if record.levels else 0.0  # a plan's first code, too
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
-        return drafting + filling + choosing - self.quickest
+        return _drafting(record) + filling + choosing - self.quickest
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
+
+
+def _drafting(record: StepRecord) -> float:
+    return sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
 
 
 def _longest(draft: Draft) -> int:

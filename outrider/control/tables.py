@@ -26,13 +26,14 @@ SEEN = 3  # last verdicts that predictions tell apart between two pages
 
 class Lesson(NamedTuple):
     """A record to be learned from: its situation, each row's verdicts before it, how far drafters were
-    behind, and whether many plain steps went before."""
+    behind, whether many plain steps went before, and the machine's pace."""
 
     record: StepRecord
     at: Situation
     histories: list[int]
     behind: dict[str, int]
     calm: bool
+    pace: float
 
 
 class Promise(NamedTuple):
@@ -182,10 +183,10 @@ class Tables:
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
             if at in self.costs.verify:
-                self.costs.drafted(name, at, min(levels, DEEPEST), took, lesson.behind.get(name, 0))
+                self.costs.drafted(name, at, min(levels, DEEPEST), took / lesson.pace, lesson.behind.get(name, 0))
         nodes = min(max(record.drafted), DEEPEST)
         once = record.seconds.get("prefill", 0.0) + record.seconds.get("jit", 0.0)
-        self.costs.verified(at, nodes, record.reading.seconds - once - drafting, lesson.calm)
+        self.costs.verified(at, nodes, (record.reading.seconds - once - drafting) / lesson.pace, lesson.calm)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""

@@ -16,7 +16,8 @@ from outrider.core.errors import OutriderError
 DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
-PACE = 0.05  # weight of one step in the machine's present pace
+PACE, JOLT = 0.2, 1.5  # weight of one step in the machine's present pace, and for how many times what was expected it counts at most
+STEADY = 0.01  # weight of one plain step in what such steps take at pace 1: the pace moves fast, the shape of the costs slowly
 OWED = 0.1  # weight of one plain step in what plain decoding takes now
 MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
@@ -257,30 +258,34 @@ class Costs:
     def _moved(self, at: Situation) -> bool:
         return at in self.lately and not 1 / MOVED < self.pace / self.lately[at][2] < MOVED
 
+    def felt(self, ratio: float) -> float:
+        """A step took `ratio` times what was expected of it at the present pace. Returns how many times slower the machine is now held to be."""
+        change = 1 + PACE * (min(max(ratio, 1 / JOLT), JOLT) - 1)
+        self.pace *= change
+        return change
+
     def verified(self, at: Situation, nodes: int, seconds: float, calm: bool = False) -> None:
-        """A step that verified `nodes` (most of any row) took `seconds` without its drafting; `calm`: one of many plain ones."""
+        """A step that verified `nodes` (most of any row) took `seconds` at pace 1 without its drafting; `calm`: one of many plain ones."""
         curve = self.verifying(at)
         if curve is None:
             curve = self.verify[at] = Curve(seconds, SLOPE * seconds)
-        expected = self.plainly(at) if calm else curve.line[nodes]
-        self._keep_pace(seconds / expected)
-        now = min(max(seconds / self.pace, expected / CLIP), expected * CLIP)
         if calm:
-            self.steady[at] = expected + 0.05 * (now - expected)
+            expected = self.plainly(at)
+            self.steady[at] = expected + STEADY * (min(max(seconds, expected / CLIP), expected * CLIP) - expected)
         else:
-            curve.add(nodes, seconds / self.pace)
+            curve.add(nodes, seconds)
         if nodes == 0:
             self.plains[at] = self.plains.get(at, 0) + 1
 
     def drafted(self, name: str, at: Situation, levels: int, seconds: float, behind: int) -> None:
-        """A drafter went `levels` deep in `seconds`, `behind` of its text unread before."""
+        """A drafter went `levels` deep in `seconds` at pace 1, `behind` of its text unread before."""
         curve = self.drafting(name, at)
         if curve is None:
             return
         if behind <= FAR:
-            curve.add(levels, seconds / self.pace)
+            curve.add(levels, seconds)
             return
-        each = max(seconds / self.pace - curve.line[levels], 0.0) / behind
+        each = max(seconds - curve.line[levels], 0.0) / behind
         sizes = self.catch_up.setdefault(name, {})
         known = _like(sizes, behind) if sizes else each
         sizes[behind.bit_length()] = known + 0.2 * (min(each, CLIP * known) - known)
@@ -293,9 +298,6 @@ class Costs:
             return behind * _like(sizes, behind)
         curve = self.drafting(name, at)
         return behind * 0.1 * curve.line[1] if curve else 0.0
-
-    def _keep_pace(self, ratio: float) -> None:
-        self.pace *= 1 + PACE * (min(max(ratio / self.pace, 1 / CLIP), CLIP) - 1)
 
 
 def _like(sizes: dict[int, float], behind: int) -> float:

@@ -31,6 +31,7 @@ NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
 ASKED = 4  # times in a row that a drafter without a model is asked: one that is asked now and then is slower than one asked at every step
+BETWEEN = 2  # plain steps between those that verify: one after the other they are quicker than in a text, where caches have seen other work meanwhile
 QUIET = 8  # plain steps among plain ones that are timed
 CATCH = 256  # unread tokens for which the table shows what reading them costs
 TREE = (2, 4)  # depth and width of the trees in which guesses are counted by rank
@@ -140,22 +141,22 @@ def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -
 
 def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:
     models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
-    plans = _plans(models, [name for name in engine.drafters if name not in [*models, FILLER]])
+    others = [name for name in engine.drafters if name not in [*models, FILLER]]
     found, asked, end = _Found(), _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
-    for _ in range(repeats):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
+    for turn in range(repeats):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
         seqs = [engine.submit(request) for request in asked]
         found.begin()
         try:
-            for plan in plans:
+            for plan in _plans(models, others, BETWEEN if turn else 0):
                 engine.controller = Told(lambda _, plan=plan: (plan, "sweep"))  # type: ignore[misc]
                 engine.step()
                 found.add(seqs[0].records[-1], rows)
-                if any(s.finish_reason for s in seqs) or found.enough(end):
+                if any(s.finish_reason for s in seqs) or (turn != 1 and found.enough(end)):
                     break
         finally:
             for seq in seqs:
                 engine.cancel(seq)
-        if found.enough(end):
+        if found.enough(end if turn else end - patience / 2):
             break
     found.tell(tables.costs, situation(found.tier, rows, context, sampled))
     return found.taken
@@ -167,12 +168,12 @@ def _requests(engine: Engine, filler: Filler, context: int, rows: int, sampled: 
     return [Request(f"sweep-{r}", tuple(filler.draw.randrange(spec.vocab_size) for _ in range(context)), params, 1, "coupled") for r in range(rows)]
 
 
-def _plans(models: list[str], others: list[str]) -> list[Plan]:
-    """Warm up, then every size in turn, the coarse ones first, then plain steps in a row."""
+def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
+    """Warm up, then every size in turn, the coarse ones first and `between` plain steps before each, then plain steps in a row."""
     sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
     levels = [Plan(((name, n, 1),)) for name in models for n in (1, *LEVELS)]
     asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]
-    return [Plan()] * WARM + sizes + levels + asked + [Plan()] * (CALM + QUIET)
+    return [Plan()] * WARM + [plan for size in sizes for plan in (*[Plan()] * between, size)] + levels + asked + [Plan()] * (CALM + QUIET)
 
 
 class _Found:
@@ -187,7 +188,10 @@ class _Found:
         self.taken, self.seen, self.plain, self.tier, self.texts = 0, 0, 0, "", 0
 
     def begin(self) -> None:
-        """Another text, or the same once more: its first steps warm up, and so do those in which drafters find or read what they had read."""
+        """Another text, or the same once more: its first steps warm up, and so do those in which drafters find or read what they had read. All
+        of the first text but the reading did no more, if there is time for a second."""
+        if self.texts == 1:
+            self.verify, self.draft, self.steady = {}, {}, []
         self.seen, self.plain, self.texts = 0, 0, self.texts + 1
         self.read.clear()
 
