@@ -227,7 +227,7 @@ def test_what_a_slow_machine_took_is_kept_at_the_usual_pace() -> None:
         r = record({"a": [7, 7]}, [1], bits, kept=(0, 1))
         r = replace(r, seconds={"draft a": 0.01 * pace}, reading=Reading(0.5 * pace))
         tables = tables_of(bits)
-        tables.costs.pace = 7.0
+        tables.costs.pace = 2.0
         tables.take_in([Lesson(r, AT, [0], {"a": 0}, False, pace), Lesson(replace(r, levels={}, drafted=(0,)), AT, [0], {}, True, pace)])
         states.append(tables.costs.state())
     assert states[0]["draft"] and states[0]["steady"]

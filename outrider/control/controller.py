@@ -198,7 +198,7 @@ class Adaptive:
             self._note(*self.last)
         self._settle()
         if self.page is not None and seq.records:
-            self.starts.ended(seq, self.page.plain)
+            self.starts.ended(seq, self._row(seq), self.page.plain)
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)
@@ -228,7 +228,7 @@ class Adaptive:
                 self.page = self.tables.page(at)
         self._charge(seqs, record, step, calm)
         if record.levels:
-            self._remember(rows, record, step)
+            self._remember(seqs, rows, record, step)
 
     def _settle(self) -> None:
         """Charge what was slept through."""
@@ -247,10 +247,12 @@ class Adaptive:
             costs.verified(page.at, 0, (record.reading.seconds - record.seconds.get("prefill", 0.0)) / costs.pace, calm)
         page.plain = costs.verify[page.at].line[0] * costs.pace
 
-    def _remember(self, rows: list[Row], record: StepRecord, step: Step | None) -> None:
+    def _remember(self, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
             self.starts.tried(*step.trial, record, step.number)
+        if step and any(row.owing for row in rows):
+            self.starts.used(step, seqs, record)
         remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
 
     def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool) -> None:

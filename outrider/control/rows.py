@@ -21,7 +21,8 @@ LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of it
 class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
-    (`reach`); by drafter, tokens promised of late and those that came (`kept`)."""
+    (`reach`); by drafter, tokens promised of late and those that came (`kept`); by drafter that had to read for long, plain steps that
+    it was to save, and those that it did (`owing`)."""
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Row:
     read: dict[str, int] = field(default_factory=dict)
     reach: int = WHOLE
     kept: dict[str, list[float]] = field(default_factory=dict)
+    owing: dict[str, list[float]] = field(default_factory=dict)
 
     def luck(self, name: str) -> float:
         """What a drafter kept of its promises to this request."""

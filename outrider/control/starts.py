@@ -1,5 +1,6 @@
 """May a drafter start? One that costs little is asked first and judged by its guess; one that costs much, or must read first,
-must promise more than what is there, save what its reading takes, and leave the others their credit.
+must promise more than what is there, save what its reading takes, and leave the others their credit. What came of earlier promises
+to save is remembered.
 
 What does not seem to pay is tried anyway now and then, ever more rarely, within a budget: what a try brings it has not cost.
 """
@@ -9,11 +10,11 @@ from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, Tables
 from outrider.core import tree
 from outrider.core.types import Draft, Sequence, StepRecord
-from outrider.measure.cost import FAR
+from outrider.measure.cost import DEEPEST, FAR
 
 RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
-EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
+EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 WARM = 32  # the first drafts of a new pair: of it nothing is known yet, and they are verified whole, to the depth WHOLE
 RESERVE = 4.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
@@ -60,10 +61,15 @@ class Starts:
             step.refused = True
             return _later(step, name)
         have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
-        if best * self._tilt(name, draft) >= have * (1 + RISK) and (not wait or self._repays(step, seqs, draft, wait, 1 + gained, cost)):
+        saves = self._saves(step, seqs, draft, 1 + gained, cost) if wait else 0.0
+        if best * self._tilt(name, draft) >= have * (1 + RISK) and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
             self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
-            return True
-        return self._try_anyway(step, name, wait) or (not draft.token and _later(step, name))
+        elif not self._try_anyway(step, name, wait):
+            return not draft.token and _later(step, name)
+        if wait > LONG_READ:
+            for row in step.rows:
+                row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
+        return True
 
     def _too_much(self, step: Step, name: str, wait: float, levels: int) -> bool:
         """Would it leave less credit than the guard wants, or than others need?"""
@@ -71,14 +77,14 @@ class Starts:
         spare = RESERVE + UNSURE * wait if len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK else 0.0
         return step.spent + wait + page.drafting[name][levels] + page.seconds[levels] + spare > step.room
 
-    def _repays(self, step: Step, seqs: list[Sequence], draft: Draft, wait: float, tokens: float, cost: float) -> bool:
-        """Would a drafter that must read for `wait` plain steps, and then brings `tokens` for `cost`, save twice that in steps like this one? What it
-        brings beyond the step as it is saves the time that as many tokens take at the request's present rate: where others guess well, little."""
+    def _saves(self, step: Step, seqs: list[Sequence], draft: Draft, tokens: float, cost: float) -> float:
+        """Plain steps that a drafter which brings `tokens` for `cost` would save from here on, were all steps like this one. What it brings beyond the
+        step as it is saves the time that as many tokens take at the request's present rate: where others guess well, little."""
         nodes, score = step.best(draft) if draft.token else (0, 1 / step.plain)
         now = step.page.verify[nodes] if nodes else step.plain
         saved = (tokens - score * (now + (step.spent if draft.token else 0.0))) / self._rate(seqs, step.page.plain) - (cost - now)
         ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
-        return 2 * wait <= saved * ahead / tokens
+        return saved * ahead / tokens
 
     def _rate(self, seqs: list[Sequence], plain: float) -> float:
         """Tokens of a request for the time of a plain step, of late."""
@@ -116,9 +122,21 @@ class Starts:
         if came >= PROBED:
             self.pause[name], self.due[name] = PROBE, number + PATIENCE
 
-    def ended(self, seq: Sequence, plain: float) -> None:
-        """A request's rate is where the next one begins; `plain`: seconds of a plain step."""
+    def used(self, step: Step, seqs: list[Sequence], record: StepRecord) -> None:
+        """What drafters that had to read for long save in a step."""
+        for name in {name for row in step.rows for name in row.owing if record.levels.get(name)}:
+            came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
+            saved = came / self._rate(seqs, step.page.plain) - step.page.drafting[name][min(record.levels[name], DEEPEST)]
+            for row in step.rows:
+                if name in row.owing:
+                    row.owing[name][1] += saved
+
+    def ended(self, seq: Sequence, row: Row, plain: float) -> None:
+        """A request's rate is where the next one begins, and what came of its promises to save is what the next ones are worth; `plain`: seconds of
+        a plain step."""
         self.rate += FRESH_RATE * (self._rate([seq], plain) - self.rate)
+        for name, (promised, saved) in row.owing.items():
+            self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 
 
 def _later(step: Step, name: str) -> bool:

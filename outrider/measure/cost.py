@@ -174,6 +174,7 @@ class Costs:
         self.catch_up: dict[str, dict[int, float]] = {}
         self.pace = 1.0
         self.lately: dict[Situation, list[float]] = {}  # [observations, seconds, pace] of a step of plain decoding, when last seen
+        self.told: tuple[float, float] | None = None  # what plain steps took last, over what they take at pace 1, and the pace then
         self.plains: dict[Situation, int] = {}
         self.steady: dict[Situation, float] = {}  # seconds of a plain step among plain steps
 
@@ -206,8 +207,6 @@ class Costs:
             if near is None:
                 return None
             self.verify[at] = _copy(self.verify[near])
-            if near in self.lately:
-                self.lately[at] = [TRUST, *self.lately[near][1:]]
             if near in self.steady:
                 self.steady.setdefault(at, self.steady[near])
             self.plains.setdefault(at, self.plains.get(near, 0))  # its relative's plain steps will do
@@ -238,17 +237,19 @@ class Costs:
 
     def owed(self, at: Situation) -> float:
         """Seconds of a step of plain decoding now, as plain steps alone tell: a promise about plain decoding cannot hang on
-        what speculation costs, as the pace does."""
+        what speculation costs, as the pace does. Where none was taken yet, what they told elsewhere last is true there too."""
+        if at not in self.lately and self.told:
+            self.lately[at] = [TRUST, self.plainly(at) * self.told[0], self.told[1]]
         return self.lately[at][1] if at in self.lately else self.plainly(at)
 
     def owe(self, at: Situation, seconds: float) -> float:
         """Plain decoding would have taken `seconds` for a step just now. Returns what is owed for one from now on."""
-        count, mean, _ = self.lately.get(at) or (TRUST, self.plainly(at), self.pace)
-        if self._moved(at):
-            count = 0.0
+        mean = self.owed(at)
+        count = 0.0 if self._moved(at) else self.lately[at][0] if at in self.lately else TRUST
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
         mean += (clipped - mean) * max(1 / (count + 1), OWED)
         self.lately[at] = [count + 1, mean, self.pace]
+        self.told = (mean / (self.plainly(at) or mean), self.pace)
         return mean
 
     def outdated(self, at: Situation) -> bool:
