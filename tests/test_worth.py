@@ -39,7 +39,7 @@ def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkey
         verify.append(max(verify[-1] + rng.choice([0.0, 0.02, 0.1, 0.7, -0.05]), 0.5))
     tables = Tables(BITS, Costs({}), "static")
     page = Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST)
-    made = lambda: Step(tables, page, [Row(history=5)], 9.0, 1.0, spent=0.3 * (seed % 3))  # noqa: E731
+    made = lambda: Step(tables, page, [Row(history=5)], 1, 9.0, 1.0, spent=0.3 * (seed % 3))  # noqa: E731
     short = made().best(draft)
     monkeypatch.setattr(tree, "straight", lambda draft: False)
     assert short == pytest.approx(made().best(draft), rel=1e-12)
@@ -67,7 +67,7 @@ def test_what_was_weighed_serves_again_only_where_nothing_differs() -> None:
     for _ in range(2000):
         draft, how = rng.choice(drafts), (Row(history=rng.randrange(8)), 9.0, rng.choice([0.8, 1.0, 1.6]), rng.choice([0.0, 0.5]))
         row, room, plain, spent = how
-        answers = [Step(tables, on, [row], room, plain, spent=spent).best(draft) for on in (page, fresh())]
+        answers = [Step(tables, on, [row], 1, room, plain, spent=spent).best(draft) for on in (page, fresh())]
         assert answers[0] == answers[1]
         found.append(answers[0])
     assert len(set(found)) > 50 and len(page.chains) < 500
