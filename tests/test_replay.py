@@ -234,6 +234,18 @@ def test_misspeculations_by_hand() -> None:
     score = championship._pass(of, championship.predictor("static"), None)
     assert (score.tokens, score.rejected, score.stopped) == (5, 1, 1)
     assert score.came == [True, True, False, False, True] and score.wasted == pytest.approx(0.5)
+    assert score.products == pytest.approx([0.6, 0.36, 0.216, 0.6, 0.6]) and score.whole == [True, True, False, False, True]
+
+
+def test_what_was_verified_after_a_wrong_guess_was_wasted_too() -> None:
+    """By hand: four sure guesses of which the first is wrong. And where a drafter knows its chances, products of them are what comes, deep nodes
+    included: those that are reached alone would say that they come far more often."""
+    guesses = [([WRONG] * 4, [0.95] * 4), *(([], []) for _ in range(5))]
+    of = Trace(["a"], costs(linear(0.1), {"a": linear(0.0, 0.01)}), [Text("p", "c", False, 1, [1] * 6, {"a": guesses})])
+    score = championship._pass(of, championship.predictor("static"), None)
+    assert (score.rejected, score.stopped, score.wasted) == (1, 0, pytest.approx(0.4)) and score.whole == [False] * 4 and score.came == [False]
+    of = trace(1, costs(linear(0.1), {"a": linear(0.0, 0.01)}), {"a": lambda t, d: 0.8 if d % 2 else 0.7}, texts=8, length=600)
+    assert championship._pass(of, championship.predictor("static"), None).figures()["product_ece"] < 0.03
 
 
 def test_a_contest_has_all_and_the_warm_are_better() -> None:

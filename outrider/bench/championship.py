@@ -94,14 +94,15 @@ def _text(trace: Trace, text: Text, name: str, one: Any, score: Score) -> None:
     while t < len(text.tokens):
         right, survival, verified = accepted(text, name, t), 1.0, 0
         scores = text.guesses[name][t][1][: min(len(text.tokens) - t, DEPTH)]
-        for depth, own in enumerate(scores[: right + 1], 1):
+        for depth, own in enumerate(scores, 1):
             seen, start = past(history, depth), time.perf_counter()
             p = one.predict(name, depth, own, seen)
-            one.update(name, depth, own, seen, depth <= right)
-            score.seconds += time.perf_counter() - start
+            if depth <= right + 1:  # what comes after a wrong guess says nothing of itself
+                one.update(name, depth, own, seen, depth <= right)
+                score.seconds += time.perf_counter() - start
+                score.said.append(p)
+                score.came.append(depth <= right)
             survival *= p
-            score.said.append(p)
-            score.came.append(depth <= right)
             score.products.append(survival)
             score.whole.append(depth <= right)
             verified += verified == depth - 1 and survival > slope

@@ -219,7 +219,7 @@ class Adaptive:
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(record, step):
+        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, self.tables.costs.pace))
