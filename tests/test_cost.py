@@ -12,6 +12,7 @@ from outrider.measure.cost import (
     CLIP,
     DEEPEST,
     FAR,
+    LATER,
     SLOPE,
     TRUST,
     Costs,
@@ -245,11 +246,20 @@ def test_a_long_catching_up_is_counted_apart_from_levels() -> None:
     costs.drafted("model", AT, 2, 1.0 + 100 * 0.01, behind=100)
     assert costs.state()["draft"] == before and costs.catch_up == {"model": {7: pytest.approx(0.01)}}
     costs.drafted("model", AT, 2, 1.0 + 100 * 5.0, behind=100)
-    assert costs.catch_up["model"][7] == pytest.approx(0.01 * (1 + 0.2 * (CLIP - 1))), "a stall counts for CLIP times what is known"
+    assert costs.catch_up["model"][7] == pytest.approx(0.01 * (1 + LATER * (CLIP - 1))), "a stall counts for CLIP times what is known"
     assert costs.catching_up("model", AT, FAR) == 0
     assert costs.catching_up("model", AT, 200) == pytest.approx(200 * costs.catch_up["model"][7])
     costs.drafted("model", AT, 2, 2.0, behind=FAR)
     assert costs.draft["model", AT].seen[2][0] == 51
+
+
+def test_a_reading_that_was_timed_cold_is_soon_forgotten() -> None:
+    """Ten times too dear, it would keep a drafter from being asked in whole texts: three readings later it is nearly right."""
+    costs = table(lookup=measured({8: 0.5}))
+    costs.catch_up["lookup"] = {8: 0.1}
+    for _ in range(3):
+        costs.drafted("lookup", AT, 8, 0.5 + 200 * 0.01, behind=200)
+    assert costs.catch_up["lookup"][8] == pytest.approx(0.01 + 0.09 / 8)
 
 
 def test_few_tokens_cost_more_each_than_many() -> None:
@@ -270,7 +280,7 @@ def test_one_stall_at_a_number_first_met_does_not_set_its_price() -> None:
     costs = table(model=measured({1: 0.5}))
     costs.drafted("model", AT, 1, 0.5 + 200 * 0.01, behind=200)
     costs.drafted("model", AT, 1, 0.5 + 300 * 5.0, behind=300)
-    assert costs.catch_up["model"] == {8: pytest.approx(0.01), 9: pytest.approx(0.01 * (1 + 0.2 * (CLIP - 1)))}
+    assert costs.catch_up["model"] == {8: pytest.approx(0.01), 9: pytest.approx(0.01 * (1 + LATER * (CLIP - 1)))}
 
 
 @pytest.mark.parametrize("seen", [{}, {4: 0.6}, {1: 0.5, 8: 1.0}], ids=str)

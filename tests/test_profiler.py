@@ -121,6 +121,31 @@ def test_reading_is_measured_where_it_happens(monkeypatch, reuse):
     assert max(tables.costs.draft["model", at].drawn().line[1:9]) < 30
 
 
+def test_the_first_reading_of_a_process_is_not_what_reading_costs(monkeypatch):
+    """Lookup reads each text anew: of many readings the first, whose code is cold, does not count for more than another."""
+    engine, tables = toys()
+    clock, readings, lookup = [0.0], [], engine.drafters["lookup"]
+    extend = lookup.extend
+
+    def reading(seqs, draft, frontier, *how, **more):
+        if seqs[0].produced and not seqs[0].slots["lookup"].index.text:
+            readings.append(seqs[0])
+            clock[0] += 50.0 if len(readings) == 1 else 0.5
+        return extend(seqs, draft, frontier, *how, **more)
+
+    def now():
+        clock[0] += 1e-3
+        return clock[0]
+
+    monkeypatch.setattr(lookup, "extend", reading)
+    engine.now = now
+    sweep(engine, tables, context=192, patience=1e9, repeats=4)
+    (at,) = tables.costs.verify
+    assert len(readings) == 4 and all(0.2 < tables.costs.catching_up("lookup", at, n) < 0.8 for n in (200, 300)), (
+        "neither for short nor for long texts"
+    )
+
+
 def test_steps_that_verify_are_timed_after_plain_ones(monkeypatch):
     """As in texts; and where one repetition took all the time, after each other rather than not at all."""
     seen, add = [], profiler._Found.add

@@ -253,4 +253,5 @@ def test_a_contest_has_all_and_the_warm_are_better() -> None:
     found = contest(of, 100)
     assert list(found) == list(LADDER) and found["static"]["cold"]["auc"] > 0.7
     assert found["logistic"]["warm"]["brier"] < found["logistic"]["cold"]["brier"] + 0.02
+    assert found["logistic"]["warm"]["speed"] > 1.2 and found["logistic"]["warm"]["speed"] > found["logistic"]["cold"]["speed"]
     assert len(championship.markdown(found).splitlines()) == 2 + 2 * len(LADDER)

@@ -1,15 +1,18 @@
 """Predictors of acceptance side by side on a trace, as predictors of branches are: each sees every guess once, in order, says
 how likely it is to come true, is told, and learns.
 
-Cold: the first tokens of a pair nobody has met; warm: a second pass with what the first one left.
+Cold: the first tokens of a pair nobody has met; warm: a later pass with what the first ones left. What counts in the end is how soon the tokens
+come: the trace is replayed under the scheduler with each of them, twice.
 """
 
 import time
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 from outrider.bench.oracle import accepted, prices
-from outrider.bench.replay import DEPTH, Text, Trace
+from outrider.bench.policies import policy
+from outrider.bench.replay import DEPTH, Text, Trace, replay, tier_of
 from outrider.control.predict import LADDER, predictor
 from outrider.control.tables import past
 
@@ -66,14 +69,24 @@ def ece(said: list[float], came: list[bool]) -> float:
 
 
 def contest(trace: Trace, cold_tokens: int = 1000) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by predictor: cold (the first tokens) and warm (a second pass over all)."""
-    out = {}
+    """Figures by predictor: cold (the first tokens) and warm (a third pass over all); `speed`: times plain under the scheduler, which begins
+    knowing nothing of guesses, and in its second pass."""
+    out, plain = {}, _seconds(trace, policy("plain", trace.drafters, trace.costs, tier_of(trace)))
     for name in LADDER:
-        one = predictor(name)
+        one, controller = predictor(name), policy(f"adaptive:{name}", trace.drafters, trace.costs, tier_of(trace))
         cold = _pass(trace, one, cold_tokens)
         _pass(trace, one, None)
-        out[name] = {"cold": cold.figures(), "warm": _pass(trace, one, None).figures()}
+        passes = {"cold": cold.figures(), "warm": _pass(trace, one, None).figures()}
+        out[name] = {window: f | {"speed": _faster(plain, _seconds(trace, controller))} for window, f in passes.items()}
     return out
+
+
+def _seconds(trace: Trace, controller: Any) -> list[float]:
+    return [played.seconds for played in replay(trace, controller)]
+
+
+def _faster(plain: list[float], seconds: list[float]) -> float:
+    return geometric_mean([a / b for a, b in zip(plain, seconds, strict=True)])
 
 
 def _pass(trace: Trace, one: Any, most: int | None) -> Score:
@@ -115,8 +128,8 @@ def _text(trace: Trace, text: Text, name: str, one: Any, score: Score) -> None:
 
 
 def markdown(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    columns = ("misspeculations", "rejected", "stopped", "wasted_ms", "auc", "brier", "ece", "product_ece", "microseconds")
-    heads = ("mis-spec. / 1000", "rejected", "stopped", "wasted ms / 1000", "AUC", "Brier", "ECE", "ECE of products", "us a guess")
+    columns = ("misspeculations", "rejected", "stopped", "wasted_ms", "auc", "brier", "ece", "product_ece", "microseconds", "speed")
+    heads = ("mis-spec. / 1000", "rejected", "stopped", "wasted ms / 1000", "AUC", "Brier", "ECE", "ECE of products", "us a guess", "times plain")
     lines = [f"| predictor | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, windows in found.items():
         for window, f in windows.items():

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from outrider.control.fixed import Told, fixed
@@ -142,7 +142,7 @@ def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -
 def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:
     models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
     others = [name for name in engine.drafters if name not in [*models, FILLER]]
-    found, asked, end = _Found(), _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
+    found, asked, end = _Found(models), _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
     for turn in range(repeats):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
         seqs = [engine.submit(request) for request in asked]
         found.begin()
@@ -177,9 +177,10 @@ def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
 
 
 class _Found:
-    """Times by what was done."""
+    """Times by what was done. `models`: drafters whose rows still hold a prompt that is written a second time; all others read it anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: list[str]) -> None:
+        self.models = models
         self.verify: dict[int, list[float]] = {}
         self.draft: dict[str, dict[int, list[float]]] = {}
         self.far: dict[str, list[tuple[int, float]]] = {}
@@ -189,9 +190,10 @@ class _Found:
 
     def begin(self) -> None:
         """Another text, or the same once more: its first steps warm up, and so do those in which drafters find or read what they had read. All
-        of the first text but the reading did no more, if there is time for a second."""
+        of the first text did no more, if there is time for a second, but for what models read."""
         if self.texts == 1:
             self.verify, self.draft, self.steady = {}, {}, []
+            self.far = {name: readings for name, readings in self.far.items() if name in self.models}
         self.seen, self.plain, self.texts = 0, 0, self.texts + 1
         self.read.clear()
 
@@ -200,7 +202,7 @@ class _Found:
         for name, levels in record.levels.items():
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
-            anew, behind = name not in self.read and self.texts > 1, record.context[0] - self.read.get(name, 0)
+            anew, behind = name in self.models and name not in self.read and self.texts > 1, record.context[0] - self.read.get(name, 0)
             self.read[name] = record.context[0] + record.emitted[0]
             if anew:
                 continue
@@ -239,7 +241,7 @@ class _Found:
             if name in self.far:
                 for size in {behind.bit_length() for behind, _ in self.far[name]}:
                     some = [max(took - seen[min(seen)][1], 0.0) / behind for behind, took in self.far[name] if behind.bit_length() == size]
-                    costs.catch_up.setdefault(name, {})[size] = median(some)
+                    costs.catch_up.setdefault(name, {})[size] = median_low(some)  # the very first reading of a process is its slowest
 
 
 class Keeper:
