@@ -21,7 +21,7 @@ STEADY = 0.01  # weight of one plain step in what such steps take at pace 1: the
 OWED = 0.1  # weight of one plain step in what plain decoding takes now
 MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
-SOONER, LATER = 0.5, 0.2  # weight of a reading that took less or more than expected: what is cold or held up only ever takes longer
+SOONER, LATER = 0.5, 0.2  # weight of a reading that took less than half of what was expected, and of others: what is cold only ever takes longer
 CALM = 10  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
 FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
 
@@ -290,7 +290,7 @@ class Costs:
         each = max(seconds - curve.line[levels], 0.0) / behind
         sizes = self.catch_up.setdefault(name, {})
         known = _like(sizes, behind) if sizes else each
-        sizes[behind.bit_length()] = known + (SOONER if each < known else LATER) * (min(each, CLIP * known) - known)
+        sizes[behind.bit_length()] = known + (SOONER if 2 * each < known else LATER) * (min(each, CLIP * known) - known)
 
     def catching_up(self, name: str, at: Situation, behind: int) -> float:
         """Seconds before a drafter can begin, at pace 1. A number of tokens never met costs each what the nearest one does."""
