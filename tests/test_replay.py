@@ -109,19 +109,20 @@ def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:
     assert [(x.seconds, x.steps) for x in a] == [(x.seconds, x.steps) for x in b]
 
 
-@pytest.mark.parametrize("damage", ["cut", "version", "empty", "bytes", "list", "field", "absent"])
+@pytest.mark.parametrize("damage", ["cut", "version", "empty", "no text", "bytes", "list", "field", "absent"])
 def test_a_damaged_trace_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
     file = tmp_path / "a.jsonl"
     recorded.save(file)
     whole = file.read_text()
     file.write_bytes({
-        "cut": whole[: len(whole) * 2 // 3].encode(), "version": whole.replace('"version": 1', '"version": 99', 1).encode(), "empty": b"",
+        "cut": whole[: len(whole) * 2 // 3].encode(), "version": whole.replace('"version": 1', '"version": 99', 1).encode(), "empty": b"", "no text": whole.splitlines(keepends=True)[0].encode(),
         "bytes": b"\xff\xfe\x00", "list": b"[]\n", "field": whole.replace('"category"', '"kind"', 1).encode(), "absent": b"",
     }[damage])  # fmt: skip
     if damage == "absent":
         file.unlink()
-    with pytest.raises(OutriderError, match="a.jsonl"):
+    with pytest.raises(OutriderError, match="a.jsonl") as refused:
         Trace.load(file)
+    assert "outrider bench schedule --trace" in str(refused.value), "a command that exists"
 
 
 def test_a_trace_without_costs_is_refused(recorded: Trace) -> None:

@@ -28,6 +28,7 @@ from outrider.runtime.engine import Engine
 
 DEPTH = 16  # of the continuations that are written down
 TIER = "replay"
+RECORD = "recording it: outrider bench schedule --trace FILE"
 VERSION = 1
 
 
@@ -62,12 +63,14 @@ class Trace:
             head, *lines = file.read_text("utf-8").splitlines()
             about = json.loads(head)
             if about["version"] != VERSION:
-                raise OutriderError(f"{file} is a trace of version {about['version']}", f"this is version {VERSION}", "recording it again")
+                raise OutriderError(f"{file} is a trace of version {about['version']}", f"this is version {VERSION}", RECORD)
+            if not lines:
+                raise OutriderError(f"{file} holds no text", "its recording was ended before the first", RECORD)
             return cls(about["drafters"], about["costs"], [Text(**json.loads(line)) for line in lines])
         except FileNotFoundError as absent:
-            raise OutriderError(f"there is no trace {file}", "", "outrider bench record") from absent
+            raise OutriderError(f"there is no trace {file}", "", RECORD) from absent
         except (ValueError, KeyError, TypeError) as damaged:
-            raise OutriderError(f"{file} is no trace", str(damaged), "recording it again") from damaged
+            raise OutriderError(f"{file} is no trace", str(damaged), RECORD) from damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,6 @@ def tier_of(trace: Trace) -> str:
         tier = name.split(" ")[0]
         plains[tier] = plains.get(tier, 0) + count
     if not plains:
-        raise OutriderError("the trace holds no costs", "nothing was measured when it was recorded", "recording it again")
+        raise OutriderError("the trace holds no costs", "nothing was measured when it was recorded", RECORD)
     best = max(plains, key=lambda tier: plains[tier])
     return "" if best == "-" else best
