@@ -95,6 +95,18 @@ def test_a_sweep_stays_at_the_length_that_it_is_filed_under(monkeypatch):
     assert {n: count for n, (count, _) in tables.costs.verify[at].seen.items() if n} == {n: 11 for n in NODES if n}
 
 
+def ticking(engine):
+    """The engine's time, in a list: a millisecond a look, and what a test adds."""
+    clock = [0.0]
+
+    def now():
+        clock[0] += 1e-3
+        return clock[0]
+
+    engine.now = now
+    return clock
+
+
 @pytest.mark.parametrize("reuse", [True, False])
 def test_reading_is_measured_where_it_happens(monkeypatch, reuse):
     """A draft model reads the prompt at its first turn in the first text. What it does at its first turns in later ones, finding the prompt in
@@ -102,19 +114,14 @@ def test_reading_is_measured_where_it_happens(monkeypatch, reuse):
     engine, tables = toys()
     model = engine.drafters["model"].model
     model.rows.reuse = engine.target.rows.reuse = reuse
-    clock, read, score = [0.0], {}, model.score
+    clock, read, score = ticking(engine), {}, model.score
 
     def reading(seqs, *how):
         clock[0] += len(seqs[0].tokens) - read.get(id(seqs[0]), 0 if reuse is False or not read else 300)
         read[id(seqs[0])] = len(seqs[0].tokens)
         return score(seqs, *how)
 
-    def now():
-        clock[0] += 1e-3
-        return clock[0]
-
     monkeypatch.setattr(model, "score", reading)
-    engine.now = now
     sweep(engine, tables, context=300, patience=1e9, repeats=6)
     (at,) = tables.costs.verify
     assert tables.costs.catching_up("model", at, 300) == pytest.approx(300, rel=0.1)
@@ -124,7 +131,7 @@ def test_reading_is_measured_where_it_happens(monkeypatch, reuse):
 def test_the_first_reading_of_a_process_is_not_what_reading_costs(monkeypatch):
     """Lookup reads each text anew: of many readings the first, whose code is cold, does not count for more than another."""
     engine, tables = toys()
-    clock, readings, lookup = [0.0], [], engine.drafters["lookup"]
+    clock, readings, lookup = ticking(engine), [], engine.drafters["lookup"]
     extend = lookup.extend
 
     def reading(seqs, draft, frontier, *how, **more):
@@ -133,12 +140,7 @@ def test_the_first_reading_of_a_process_is_not_what_reading_costs(monkeypatch):
             clock[0] += 50.0 if len(readings) == 1 else 0.5
         return extend(seqs, draft, frontier, *how, **more)
 
-    def now():
-        clock[0] += 1e-3
-        return clock[0]
-
     monkeypatch.setattr(lookup, "extend", reading)
-    engine.now = now
     sweep(engine, tables, context=192, patience=1e9, repeats=4)
     (at,) = tables.costs.verify
     assert len(readings) == 4 and all(0.2 < tables.costs.catching_up("lookup", at, n) < 0.8 for n in (200, 300)), (
