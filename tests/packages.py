@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 
 import outrider
-from outrider.models import compiled
+from outrider.models import compiled, package
 from outrider.models.compiled import SHAPES, Compiled, Recipe, start_builder
 from outrider.models.hf import HFModel
 from outrider.models.load import load_module, wrap
@@ -50,7 +50,8 @@ def recipe_of(folder: Path, **changes: object) -> Recipe:
 @pytest.fixture(autouse=True)
 def even(monkeypatch) -> None:
     """All steps take a second: whether a package is used must not hang on a clock here."""
-    monkeypatch.setattr(compiled, "seconds_of", lambda call, **_: (call(), 1.0)[1])
+    for module in (compiled, package):
+        monkeypatch.setattr(module, "seconds_of", lambda call, **_: (call(), 1.0)[1])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import packages
 import pytest
 import torch
 from contracts import check_scores, opened, plain, random_draft, recompute, request, run
-from packages import CLOSE, DTYPE, PROMPT, TWIN, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
+from packages import CLOSE, DTYPE, PAIRED, PROMPT, TWIN, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
 
 import outrider
 from outrider.control.fixed import fixed
@@ -19,7 +19,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.sampling import decided
 from outrider.core.types import MAX_NODES, Draft, Plan, Scores
 from outrider.drafters.lookup import Lookup
-from outrider.models import compiled
+from outrider.models import compiled, package
 from outrider.models.compiled import SHAPES, Compiled
 from outrider.models.hf import HFModel
 from outrider.models.kv import Block
@@ -197,17 +197,25 @@ def test_a_package_runs_on_its_own_threads_and_gives_them_back(served):
 
 @pytest.mark.parametrize(("one", "two", "want"), [(1.0, 2.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 2)])
 def test_a_package_takes_the_fewer_threads_where_that_is_no_slower(served, monkeypatch, one, two, want):
-    package = served.compiled.packages["any"]
-    monkeypatch.setattr(compiled, "seconds_of", lambda call: {1: one, 2: two}[package.threads])
+    wide = served.compiled.packages["any"]
+    monkeypatch.setattr(package, "seconds_of", lambda call: {1: one, 2: two}[wide.threads])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert package.place(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0])) == min(one, two)
-    assert package.threads == want
+    assert wide.place(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0])) == min(one, two)
+    assert wide.threads == want
 
 
-@pytest.mark.parametrize(("one", "any_", "singles"), [(0.75, 1.0, 2), (0.96, 1.0, 8), (1.0, 1.0, 8), (1.05, 1.0, 8), (1.2, 1.0, None)])
-def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monkeypatch, one, any_, singles):
-    """Half a step is lost by changing to other weights: after so many single tokens in a row; never only where it is clearly slower."""
+@pytest.mark.parametrize(
+    ("shares", "one", "any_", "singles"),
+    [
+        (False, 0.75, 1.0, 2), (False, 0.96, 1.0, 8), (False, 1.0, 1.0, 8), (False, 1.05, 1.0, 8), (False, 1.2, 1.0, None),
+        (True, 0.75, 1.0, 0), (True, 1.05, 1.0, 0), (True, 1.2, 1.0, None),
+    ],
+)  # fmt: skip
+def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monkeypatch, shares, one, any_, singles):
+    """Half a step is lost by changing to other weights: after so many single tokens in a row; at once where they are the same; never only where it is
+    clearly slower."""
     weighed, took = served.compiled, {"one": one, "any": any_}
+    weighed.packages["one"].shares = shares
     name = {id(package): shape for shape, package in weighed.packages.items()}
     monkeypatch.setattr(compiled, "seconds_of", lambda call, patience: took[name[id(call.func)]])
     weighed._weigh()
@@ -216,12 +224,34 @@ def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monke
     assert used == ["any"] * 40 if singles is None else used == ["any"] * singles + ["one"] * (40 - singles)
 
 
+def test_weights_that_are_packed_alike_are_held_once(served, built):
+    """Where Inductor packs for both packages, the narrow one has none of its own; what packages hold beside the model's weights is counted."""
+    model = {w.data_ptr() for w in served.module.state_dict().values()}
+    wide, narrow = (served.compiled.packages[shape].weights for shape in ("any", "one"))
+    assert {n for n in wide if n not in narrow} == set() or not PAIRED
+    assert all(w.data_ptr() == wide[n].data_ptr() for n, w in narrow.items() if n in wide and torch.equal(w, wide[n]))
+    assert served.compiled.packages["one"].shares == all(n in wide or w.data_ptr() in model for n, w in narrow.items())
+    assert served.compiled.packages["one"].shares or not PAIRED
+    held = {w.data_ptr(): w.nbytes for own in (wide, narrow) for w in own.values() if w.data_ptr() not in model}
+    files = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
+    carried = sum(w.nbytes for shape in SHAPES for w in package._carried(built / f"{shape}.pt2").values())
+    assert served.compiled.bytes == files - carried + sum(held.values())
+
+
+@pytest.mark.parametrize("change", [lambda w: w + 1, lambda w: w[:2], lambda w: w.t().contiguous().t(), lambda w: w.double()])
+def test_weights_that_differ_in_anything_are_not_shared(change):
+    weight = torch.arange(12.0).view(3, 4)
+    assert package._same(weight.clone(), weight) is weight and package._same(weight, None) is weight
+    other = change(weight)
+    assert package._same(other, weight) is other
+
+
 def test_seconds_are_those_of_the_lower_quartile(monkeypatch):
     monkeypatch.undo()
     calls = []
-    assert 0 <= compiled.seconds_of(lambda: calls.append(1)) < 1 and 3 <= len(calls) <= 50
+    assert 0 <= package.seconds_of(lambda: calls.append(1)) < 1 and 3 <= len(calls) <= 50
     calls.clear()
-    assert compiled.seconds_of(lambda: calls.append(1), patience=0.0) >= 0 and len(calls) == 3
+    assert package.seconds_of(lambda: calls.append(1), patience=0.0) >= 0 and len(calls) == 3
 
 
 def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypatch):
@@ -235,8 +265,7 @@ def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypa
     assert set(tiers) == {"compiled"} and started == [] and tokens == again
     same_or_nearly_tied(off.engine.target, prompt, *(x.generate("she sells sea shells", max_tokens=20, ignore_eos=True).tokens for x in (off, rt)))
     assert {f.name: (f.stat().st_size, f.stat().st_mtime_ns) for f in built.iterdir()} == before and not {"lock", "failed"} & set(before)
-    packed = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
-    assert rt.engine.target.compiled.bytes == packed == rt.engine.target.held_bytes() - off.engine.target.held_bytes()
+    assert rt.engine.target.compiled.bytes == rt.engine.target.held_bytes() - off.engine.target.held_bytes()
 
 
 def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache, started):
@@ -295,7 +324,8 @@ def test_a_package_that_is_slower_than_eager_steps_is_not_used(serve, monkeypatc
     """It must be faster at the step that it is for: refused one by one, and said."""
     times = iter([1.0, 3.0, 3.0, 1.0])  # the wide one 1 s and eager 3 s; the narrow one 3 s and eager 1 s
     served = serve(100)
-    monkeypatch.setattr(compiled, "seconds_of", lambda call: next(times))
+    for module in (compiled, package):
+        monkeypatch.setattr(module, "seconds_of", lambda call: next(times))
     again = Compiled(served.compiled.recipe, served.step)
     assert set(again.packages) == {"any"} and again.reason == "eager:package-slower" and next(times, None) is None
     assert again.get(1, 1) is again.packages["any"] and again.bytes == again.packages["any"].bytes

@@ -22,6 +22,7 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     how: dict[str, Any] = {"freezing": frozen, "aot_inductor.package_constants_in_so": frozen, "cpp.enable_concat_linear": frozen}
     if frozen and (paired or shape == "one"):  # Inductor's own products, ours among them: at one row the faster in any dtype
         how |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+        how |= {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "pickle_weights"}  # to be shared
     dim = torch.export.Dim
     b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
     count, width = (1, 1) if shape == "one" else (3, 8)

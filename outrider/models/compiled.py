@@ -18,10 +18,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -31,9 +29,10 @@ from torch import Tensor
 from outrider.core.config import cache_folder
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
+from outrider.models.package import Package, seconds_of
 from outrider.models.step import Step
 
-VERSION = 2  # of what is built here: raise it when a package of before must not be used
+VERSION = 3  # of what is built here: raise it when a package of before must not be used
 SHAPES = ("any", "one")
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
@@ -78,49 +77,6 @@ def worth_freezing(weights: int, free: int) -> tuple[str, ...]:
     return SHAPES[: min(len(SHAPES), free // 4 // max(weights, 1))]
 
 
-class Package:
-    """A built step. Call it as a Step."""
-
-    def __init__(self, file: Path, step: Step, frozen: bool) -> None:
-        self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
-        self.threads, self.bytes = torch.get_num_threads(), file.stat().st_size
-        if not frozen:  # it borrows the model's own weights
-            names = self.loader.get_constant_fqns()
-            own = {**dict(step.named_parameters(remove_duplicate=False)), **dict(step.named_buffers(remove_duplicate=False))}
-            self.loader.load_constants({n: own[n].detach() for n in names}, False, True, True)
-
-    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        before = torch.get_num_threads()
-        if self.threads == before:
-            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
-        torch.set_num_threads(self.threads)
-        try:
-            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
-        finally:
-            torch.set_num_threads(before)
-
-    def place(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
-        """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
-        than they bring). Measured here; returns its seconds."""
-        most = torch.get_num_threads()
-        cost: dict[int, float] = {}
-        for self.threads in {1, most}:
-            cost[self.threads] = seconds_of(lambda: self(table, read, rows))
-        self.threads = 1 if cost[1] <= cost[most] else most
-        return cost[self.threads]
-
-
-def seconds_of(call: Callable[[], object], patience: float = 0.06) -> float:
-    """The lower quartile of 3 to 50 calls, as many as fit into `patience` seconds."""
-    times: list[float] = []
-    end = time.perf_counter() + patience
-    while len(times) < 3 or (len(times) < 50 and time.perf_counter() < end):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 4]
-
-
 class Compiled:
     """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`."""
 
@@ -136,7 +92,7 @@ class Compiled:
 
     @property
     def bytes(self) -> int:
-        """Held by packages that carry the weights."""
+        """Held by packages that carry weights, those that they share counted once."""
         return sum(package.bytes for shape, package in self.packages.items() if shape in self.recipe.frozen)
 
     def _file(self, shape: str) -> Path:
@@ -191,19 +147,29 @@ class Compiled:
 
     @torch.inference_mode()
     def _weigh(self) -> None:
-        """After how many single tokens in a row `one` serves them (`steady`): as many as make up for going over to its copy of the weights. On a
-        machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for nothing does."""
+        """After how many single tokens in a row `one` serves them (`steady`): at once where both read the same weights, else when they make up for going over
+        to its copy. On a machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for nothing does."""
         given = example(1, 1, len(self.step.windows), after=8), torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
         taken = {
             shape: min([seconds_of(functools.partial(package, *given), patience=0.03) for _ in range(2)]) for shape, package in self.packages.items()
         }
         gained = taken["any"] - taken["one"]
-        self.steady = min(COLD * taken["any"] / gained, LATEST) if gained > 0 else LATEST if taken["one"] < WORSE * taken["any"] else math.inf
+        if taken["one"] >= WORSE * taken["any"]:
+            self.steady = math.inf
+        elif self.packages["one"].shares:
+            self.steady = 0.0
+        else:
+            self.steady = min(COLD * taken["any"] / gained, LATEST) if gained > 0 else LATEST
+
+    def _known(self) -> dict[str, Tensor]:
+        """Weights that are in memory already, by name: the model's own, and those of packages."""
+        own = [*self.step.named_parameters(remove_duplicate=False), *self.step.named_buffers(remove_duplicate=False)]
+        return {n: w.detach() for n, w in own} | {n: w for package in self.packages.values() for n, w in package.weights.items()}
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
-        package = Package(self._file(shape), self.step, shape in self.recipe.frozen)
+        package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
         table, read = example(1, 1 if shape == "one" else WIDE, len(self.step.windows), after=8), torch.arange(64)
         rows = [torch.randn_like(x) for x in self.step.store.rows(0, 1)]  # something to attend to
         want, got = (run(table, read, rows)[0].float() for run in (self.step, package))

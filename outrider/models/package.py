@@ -1,0 +1,89 @@
+"""A built step on disk, and how it is run: its code, the weights it reads, its threads.
+
+Weights that lie beside the code and are in memory already (the model's own, another package's) are read there: two copies of a small
+model drive each other out of the caches at every change from one package to the other.
+"""
+
+import io
+import json
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Package:
+    """A built step. Call it as a Step. `known`: weights that are in memory, by name; `frozen`: it has its own, packed. `bytes`: what it holds beside
+    `known`; `shares`: all its weights are known ones.
+
+    Raises OSError or RuntimeError for a damaged file, KeyError for one of another model.
+    """
+
+    def __init__(self, file: Path, known: dict[str, Tensor], frozen: bool) -> None:
+        self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
+        self.threads = torch.get_num_threads()
+        carried = _carried(file) if frozen else {}
+        borrowed = {} if frozen else {n: known[n] for n in self.loader.get_constant_fqns()}
+        self.weights = borrowed | {n: _same(w, known.get(n)) for n, w in carried.items()}
+        if self.weights:  # else they are part of its code
+            self.loader.load_constants(self.weights, False, True, True)
+        own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
+        self.bytes = file.stat().st_size - sum([w.nbytes for w in carried.values()]) + own
+        self.shares = bool(self.weights) and own == 0
+
+    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        before = torch.get_num_threads()
+        if self.threads == before:
+            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
+        torch.set_num_threads(self.threads)
+        try:
+            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
+        finally:
+            torch.set_num_threads(before)
+
+    def place(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
+        """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
+        than they bring). Measured here; returns its seconds."""
+        most = torch.get_num_threads()
+        cost: dict[int, float] = {}
+        for self.threads in {1, most}:
+            cost[self.threads] = seconds_of(lambda: self(table, read, rows))
+        self.threads = 1 if cost[1] <= cost[most] else most
+        return cost[self.threads]
+
+
+def seconds_of(call: Callable[[], object], patience: float = 0.06) -> float:
+    """The lower quartile of 3 to 50 calls, as many as fit into `patience` seconds."""
+    times: list[float] = []
+    end = time.perf_counter() + patience
+    while len(times) < 3 or (len(times) < 50 and time.perf_counter() < end):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 4]
+
+
+def _carried(file: Path) -> dict[str, Tensor]:
+    """The weights that lie in a package beside its code, by name; where they are part of the code, none."""
+    with zipfile.ZipFile(file) as archive:
+        config = next((n for n in archive.namelist() if n.endswith("weights_config.json")), None)
+        if config is None:
+            return {}
+        places = json.loads(archive.read(config))
+        folder = config.partition("/")[0] + "/data/weights/"
+        try:
+            whole = {part: torch.load(io.BytesIO(archive.read(folder + part)), weights_only=True) for part in {place[0] for place in places.values()}}
+        except Exception as broken:  # zip, pickle and torch each have errors of their own
+            raise OSError(f"its weights cannot be read ({broken})") from broken
+    return {name: whole[part].as_strided(shape, stride, offset) for name, (part, shape, stride, offset) in places.items()}
+
+
+def _same(weight: Tensor, known: Tensor | None) -> Tensor:
+    """The known one, if it is the same to the bit."""
+    if known is None or (known.shape, known.stride(), known.dtype) != (weight.shape, weight.stride(), weight.dtype):
+        return weight
+    return known if torch.equal(known, weight) else weight
