@@ -226,7 +226,7 @@ def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monke
 
 def test_weights_that_are_packed_alike_are_held_once(served, built):
     """Where Inductor packs for both packages, the narrow one has none of its own; what packages hold beside the model's weights is counted."""
-    model = {w.data_ptr() for w in served.module.state_dict().values()}
+    model = {w.data_ptr() for w in (*served.module.parameters(), *served.module.buffers())}
     wide, narrow = (served.compiled.packages[shape].weights for shape in ("any", "one"))
     assert {n for n in wide if n not in narrow} == set() or not PAIRED
     assert all(w.data_ptr() == wide[n].data_ptr() for n, w in narrow.items() if n in wide and torch.equal(w, wide[n]))

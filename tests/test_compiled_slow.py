@@ -154,7 +154,7 @@ def test_products_of_pairs_are_right_at_every_width(k, n, tmp_path):
     And a row's result is the same bits whoever its neighbours are."""
     from outrider.models import microkernel
 
-    assert microkernel.register() and microkernel.register()
+    assert microkernel.paired_rows() is not None and microkernel.paired_rows() is microkernel.paired_rows()
     torch.manual_seed(k)
     linear = torch.nn.Linear(k, n, bias=False).bfloat16()
     x = torch.randn(17, k).bfloat16()
@@ -172,3 +172,45 @@ def test_products_of_pairs_are_right_at_every_width(k, n, tmp_path):
         got = product(x[:rows])
         assert bool(((got.double() - want[:rows]).abs() <= error[:rows]).all()), f"{rows} rows"
         assert all(torch.equal(got[i], alone[i]) for i in range(rows)), f"{rows} rows"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.parametrize(("dims", "rows", "heads", "share"), [(64, 1, 2, 3), (128, 3, 2, 1), (192, 2, 1, 5)])
+def test_attention_of_pairs_is_right_whatever_stands_beside(dims, rows, heads, share, tmp_path):
+    """The kernel alone, as the builder asks for it, against float64: 1 to 9 columns, slots that fill no tile, rows far apart in memory, scores that grow
+    and fall. A column's result is the same bits alone, among others, and with more slots behind that it does not see; NaN stays NaN."""
+    from outrider.models.attention import attention
+
+    def given(width: int, slots: int, capacity: int = 320) -> tuple[torch.Tensor, ...]:
+        random = torch.Generator().manual_seed(width * slots)
+        query = 3 * torch.randn(rows, heads * share, width, dims, generator=random)
+        key, value = (torch.randn(rows, heads, capacity, dims, generator=random) for _ in range(2))
+        seen = torch.rand(rows, 1, width, slots, generator=random) < 0.8
+        seen[..., 0] = True
+        return query.bfloat16(), key.bfloat16(), value.bfloat16(), torch.where(seen, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
+
+    class Layer(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return attention()(self, query, key[:, :, : mask.shape[3]], value[:, :, : mask.shape[3]], mask, scaling=0.2)[0]
+
+    w, c = torch.export.Dim("w", min=1, max=MAX_NODES), torch.export.Dim("c", min=1, max=300)
+    with torch.no_grad():
+        program = torch.export.export(
+            Layer(), given(8, 128), dynamic_shapes=({2: w}, {}, {}, {2: w, 3: c}), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        )
+        run_it = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2")))
+    for width in (1, 2, 5, 9):
+        for slots in (1, 15, 64, 100, 257, 300):
+            query, key, value, mask = given(width, slots)
+            q, k, v = query.double(), key.double()[:, :, :slots].repeat_interleave(share, 1), value.double()[:, :, :slots].repeat_interleave(share, 1)
+            want = ((q @ k.mT * 0.2 + mask.double()).softmax(-1) @ v).transpose(1, 2)
+            got = run_it(query, key, value, mask)
+            assert got.shape == want.shape and float((got.double() - want).abs().max()) < 0.04
+            for i in range(width):
+                assert torch.equal(run_it(query[:, :, i : i + 1].contiguous(), key, value, mask[:, :, i : i + 1].contiguous())[:, 0], got[:, i])
+            more = torch.full((rows, 1, width, 300 - slots), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16)
+            assert torch.equal(run_it(query, key, value, torch.cat([mask, more], 3)), got)
+    query, key, value, mask = given(3, 100)
+    key[0, 0, 0] = float("nan")
+    assert run_it(query, key, value, mask)[0, :, :share].isnan().all() and not run_it(query, key, value, mask)[:, :, share:].isnan().any()

@@ -4,25 +4,43 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
-from outrider.models import load, microkernel
+from outrider.models import attention, load, microkernel
 from outrider.models.compiled import SHAPES, Recipe, example
-from outrider.models.step import Step
+from outrider.models.step import ATTENTION, Step, grouped_attention
 
 
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole."""
-    paired = microkernel.register() and step.module.dtype == torch.bfloat16
+    paired = microkernel.paired_rows() is not None and step.module.dtype == torch.bfloat16
     how: dict[str, Any] = {"freezing": frozen, "aot_inductor.package_constants_in_so": frozen, "cpp.enable_concat_linear": frozen}
     if frozen and (paired or shape == "one"):  # Inductor's own products, ours among them: at one row the faster in any dtype
         how |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
         how |= {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "pickle_weights"}  # to be shared
+    draft = file.with_suffix(f".{os.getpid()}.pt2")
+    own = attention.attention() if paired else None
+    try:
+        _compile(step, shape, how, draft, own or grouped_attention)
+    except OutriderError:
+        raise
+    except Exception:
+        if "max_autotune" not in how and own is None:
+            raise
+        how["max_autotune_gemm_backends"] = "CPP,ATEN"  # some product has no kernel of Inductor's own: seen with Gemma-2
+        _compile(step, shape, how, draft, grouped_attention)
+    draft.replace(file)
+
+
+def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Callable[..., Any]) -> None:
+    """Raises OutriderError where the model's forward breaks the graph, and whatever Inductor raises."""
     dim = torch.export.Dim
     b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
     count, width = (1, 1) if shape == "one" else (3, 8)
@@ -30,20 +48,13 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     each: dict[int, Any] = {2: capacity} if shape == "one" else {0: b, 2: capacity}
     shapes = ({} if shape == "one" else {0: b, 1: w}, {0: c}, [each] * len(rows))
     inputs = (example(count, width, len(step.windows)), torch.arange(128), rows)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     with torch.no_grad():
         try:
             program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
         except Exception as broken:
             raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
-        draft = file.with_suffix(f".{os.getpid()}.pt2")
-        try:
-            torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
-        except Exception:
-            if "max_autotune" not in how:
-                raise
-            how["max_autotune_gemm_backends"] = "CPP,ATEN"  # some product has no kernel of Inductor's own: seen with Gemma-2
-            torch._inductor.aoti_compile_and_package(program, package_path=str(draft), inductor_configs=how)
-    draft.replace(file)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=how)
 
 
 def _step_back() -> None:

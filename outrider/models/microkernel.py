@@ -2,9 +2,10 @@
 widen to float32 first and take three times as long at eight rows. Registered with Inductor, which packs the weights,
 splits the work between threads and fuses what follows; a row's result does not depend on how many there are.
 
-Builds on Inductor's internal interface for such kernels: where that has changed, `register` says no and nothing is lost.
+Builds on Inductor's internal interface for such kernels: where that has changed there is none, and nothing is lost.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -52,18 +53,17 @@ inline void {{kernel_name}}_rows(
 """
 
 
-def register() -> bool:
-    """Teach Inductor the kernel, once. False where this CPU or this torch cannot use it."""
+@functools.cache
+def paired_rows() -> Any:
+    """The kernel as Inductor knows them, registered there; None where this CPU or this torch cannot use it."""
     if not torch.cpu._is_avx512_bf16_supported():
-        return False
+        return None
     try:
         from torch._inductor import compile_fx, select_algorithm  # noqa: F401  (in this order: the next import is circular)
         from torch._inductor.codegen import cpp_micro_gemm
         from torch._inductor.cpu_vec_isa import VecAVX512
 
         inductor: Any = cpp_micro_gemm
-        if any(cls.__name__ == "PairedRows" for cls in inductor.micro_gemm_configs):
-            return True
 
         def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
             return k % 2 == 0 and n % BLOCK == 0 and alpha == 1
@@ -80,5 +80,5 @@ def register() -> bool:
         shape = inductor.generate_gemm_config(VecAVX512, [(8, BLOCK, 2)], input_dtype=torch.bfloat16, output_dtype=torch.float, extra_check=fits)
         inductor.register_micro_gemm(*shape)(PairedRows)
     except (ImportError, AttributeError, TypeError):
-        return False
-    return True
+        return None
+    return PairedRows
