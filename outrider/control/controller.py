@@ -23,7 +23,7 @@ REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure 
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 OFF = Plan()
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
-SLEEP, EARN = 3, 7  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
+SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 LONG = 64  # steps without a thought after which they are settled all the same
 
 
@@ -70,7 +70,7 @@ class Adaptive:
             return OFF, "probe:plain"
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
-            return OFF, self._earn(missing, page)
+            return OFF, self._save(rows, names) if None in says.values() else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
@@ -90,6 +90,13 @@ class Adaptive:
         for row in rows:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
         return self.why
+
+    def _save(self, rows: list[Row], names: list[str]) -> str:
+        """Those who would have a guess cost more than there is; one that costs less has none now, and may have one in the next step."""
+        self.silent = True
+        for row in rows:
+            row.rest |= dict.fromkeys(names, BATCH)
+        return "off:guard"
 
     def _earn(self, missing: float, page: Page) -> str:
         """Plain steps until there is credit again, and no thinking in them: it would cost as much as they earn."""
