@@ -30,8 +30,8 @@ PROMPT = [5, 9, 2, 7, 5, 9, 2]
 
 
 def twin_folder(path: Path, seed: int = 0) -> Path:
-    """A tiny Llama whose logits tie exactly, with 20 rows of padding that would win if they were let, and heads that the house's own attention serves."""
-    file = tiny_folder(path, seed, rows=VOCAB + 20, head=64) / "model.safetensors"
+    """A tiny Llama whose logits tie exactly, with 20 rows of padding that would win if they were let, and dims that the house's own kernels serve."""
+    file = tiny_folder(path, seed, rows=VOCAB + 20, head=64, hidden=64) / "model.safetensors"
     weights = load_file(file)
     head = weights["lm_head.weight"]
     weights["lm_head.weight"] = torch.cat([head[:TWIN], head[:TWIN], head[VOCAB:]]).contiguous()

@@ -155,11 +155,14 @@ def test_a_step_wider_than_a_package_is_eager(served):
     assert served.compiled.get(1, MAX_NODES) and served.compiled.get(4, 2) and not served.compiled.get(1, MAX_NODES + 1)
 
 
+@pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("context", [600, 200])
-def test_strict_steps_of_packages_are_the_same_bits_with_and_without_a_draft(serve, context):
+def test_strict_steps_of_packages_are_the_same_bits_with_and_without_a_draft(serve, context, narrow):
     """At every width from 1 to 9 and every place in the step; one package for all of it."""
     served = serve(context)
     filled(served, 5)
+    assert served.compiled.independent == PAIRED, "steps are then as wide as they need be"
+    served.compiled.packages["any"].independent &= narrow
     served.pin()
     assert set(served.compiled.packages) == {"any"}
     seq = opened(served.rows, [77])[0]

@@ -15,6 +15,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
 from outrider.models.compiled import SHAPES, Recipe, example
+from outrider.models.package import INDEPENDENT
 from outrider.models.step import ATTENTION, Step, grouped_attention
 
 
@@ -54,7 +55,18 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
             program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
         except Exception as broken:
             raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
+        if "max_autotune" in how and _independent(step, program):
+            how = how | {"aot_inductor.metadata": INDEPENDENT}
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=how)
+
+
+def _independent(step: Step, program: torch.export.ExportedProgram) -> bool:
+    """Are all products and all attention the house's own, whose rows hang on no other row and on no hidden slot?"""
+    called = {str(node.target) for node in program.graph.nodes}
+    products = [layer.weight.shape for layer in step.modules() if isinstance(layer, torch.nn.Linear)]
+    return "outrider.attend.default" in called and not any("scaled_dot" in name for name in called) and all(
+        n % microkernel.BLOCK == 0 and k % 2 == 0 for n, k in products
+    )  # fmt: skip
 
 
 def _step_back() -> None:

@@ -32,7 +32,7 @@ from outrider.core.types import MAX_NODES
 from outrider.models.package import Package, seconds_of
 from outrider.models.step import Step
 
-VERSION = 4  # of what is built here: raise it when a package of before must not be used
+VERSION = 5  # of what is built here: raise it when a package of before must not be used
 SHAPES = ("any", "one")
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
@@ -94,6 +94,11 @@ class Compiled:
     def bytes(self) -> int:
         """Held by packages that carry weights, those that they share counted once."""
         return sum(package.bytes for shape, package in self.packages.items() if shape in self.recipe.frozen)
+
+    @property
+    def independent(self) -> bool:
+        """Does the wide package give every column the bits that it has alone? (`Package`)"""
+        return "any" in self.packages and self.packages["any"].independent
 
     def _file(self, shape: str) -> Path:
         return self.folder / f"{shape}.pt2"

@@ -34,7 +34,7 @@ class Graph:
 class Graphs:
     """The graphs of one model's steps."""
 
-    bytes = 0
+    bytes, independent = 0, False
 
     def __init__(self, step: Step) -> None:
         self.step, self.reason = step, "eager:first-use"

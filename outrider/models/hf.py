@@ -23,7 +23,10 @@ from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
 LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
-STRICT_WIDTH, STRICT_READ = 8, 512  # columns of every strict step; slots are read by as many as torch's attention blocks
+STRICT_WIDTH, STRICT_READ = (
+    8,
+    512,
+)  # columns of every strict step, at most where they are independent; slots are read by as many as torch's attention blocks
 
 
 @dataclass(slots=True)
@@ -97,8 +100,9 @@ class HFModel:
         return Scores(logits, at=layout.at, found=found)
 
     def pin(self) -> None:
-        """From now on every step runs at one width, in one tier, over slots that are positions, and no row inherits what
-        another computed: a token's logits are then the same bits whatever was drafted. Source: the house's strict mode.
+        """From now on every step runs in one tier, at one width (or narrower, where a package gives every column the bits it has alone), over slots that
+        are positions, and no row inherits what another computed: a token's logits are then the same bits whatever was drafted. Source: the house's
+        strict mode.
 
         Raises OutriderError for a routed model: the sums of its experts depend on which tokens share a step.
         """
@@ -113,10 +117,12 @@ class HFModel:
             return self._serve(block)
         rows, width, kinds = block.table.shape
         assert rows == 1, "strict rows step alone"
-        table = np.zeros((1, -(-width // STRICT_WIDTH) * STRICT_WIDTH, kinds), np.int64)
-        table[..., 2:4] = self.store.capacity - 1, 1  # padding
-        table[:, :width] = block.table
-        read = min(-(-block.read // STRICT_READ) * STRICT_READ, self.store.capacity - 1)
+        table, read = block.table, block.read
+        if not (self.compiled and self.compiled.independent):
+            table = np.zeros((1, -(-width // STRICT_WIDTH) * STRICT_WIDTH, kinds), np.int64)
+            table[..., 2:4] = self.store.capacity - 1, 1  # padding
+            table[:, :width] = block.table
+            read = min(-(-block.read // STRICT_READ) * STRICT_READ, self.store.capacity - 1)
         parts = [self._serve(Block(block.first, table[:, i : i + STRICT_WIDTH].copy(), read)) for i in range(0, table.shape[1], STRICT_WIDTH)]
         logits, found = [torch.cat(list(part), 1)[:, :width] for part in zip(*parts, strict=True)]
         return logits, found

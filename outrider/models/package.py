@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
+
 
 class Package:
     """A built step. Call it as a Step. `known`: weights that are in memory, by name; `frozen`: it has its own, packed. `bytes`: what it holds beside
-    `known`; `shares`: all its weights are known ones.
+    `known`; `shares`: all its weights are known ones; `independent`: up to eight columns of a row get the same bits alone and together, whatever hidden slots
+    are read.
 
     Raises OSError or RuntimeError for a damaged file, KeyError for one of another model.
     """
@@ -34,6 +37,7 @@ class Package:
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
         self.bytes = file.stat().st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
+        self.independent = INDEPENDENT.items() <= self.loader.get_metadata().items()
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         before = torch.get_num_threads()
