@@ -14,15 +14,18 @@ import packages
 import pytest
 import torch
 from contracts import plain, request
-from packages import PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
+from packages import PAIRED, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
+from tiny import tiny_folder
 
 import outrider
 from outrider.core.errors import OutriderError
+from outrider.models import builder as builder_module
 from outrider.models import compiled, load
 from outrider.models.builder import main as build_packages
 from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
 from outrider.models.hf import HFView
 from outrider.models.load import MemoryPlan, load_module, memory_plan
+from outrider.models.package import INDEPENDENT
 
 even, folder, builder = packages.even, packages.folder, packages.builder
 cache, started, dead = packages.cache, packages.started, packages.dead
@@ -84,6 +87,37 @@ def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch
         assert memory_plan(folder, "float32", 2, 100, "auto") == dataclasses.replace(off, frozen=SHAPES[:copies])
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     assert memory_plan(folder, "float32", 2, 100, "auto").frozen == ()
+
+
+@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.parametrize(("head", "hidden", "independent"), [(64, 64, True), (64, 32, False), (8, 64, False)])
+def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_are_the_house_s(head, hidden, independent, tmp_path, monkeypatch):
+    """Every product's outputs must fill blocks, and every head the attention's; weights lie beside the code, to be shared."""
+    model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=head, hidden=hidden)), []
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, package_path, inductor_configs: asked.append(inductor_configs))
+    for frozen in (True, False):
+        with pytest.raises(FileNotFoundError):  # nothing was written
+            builder_module.build(model.step, "any", frozen, tmp_path / "any.pt2")
+    packed, borrowed = asked
+    assert (packed.get("aot_inductor.metadata") == INDEPENDENT) == independent and "aot_inductor.metadata" not in borrowed
+    assert not packed["aot_inductor.package_constants_in_so"] and not borrowed["aot_inductor.package_constants_in_so"]
+
+
+@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkeypatch):
+    model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64)), []
+
+    def compile_it(program, package_path, inductor_configs):
+        asked.append((inductor_configs, {str(node.target) for node in program.graph.nodes}))
+        if "outrider.attend.default" in asked[-1][1]:
+            raise RuntimeError("another Inductor")
+        Path(package_path).write_text("built", "utf-8")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
+    builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
+    assert (tmp_path / "any.pt2").read_text("utf-8") == "built" and len(asked) == 2
+    assert "aot_inductor.metadata" in asked[0][0] and "aot_inductor.metadata" not in asked[1][0]
+    assert any("scaled_dot" in name for name in asked[1][1])
 
 
 # --- when they are built, and why there is none
