@@ -18,6 +18,8 @@ from outrider.models.compiled import SHAPES, Recipe, example
 from outrider.models.package import INDEPENDENT
 from outrider.models.step import ATTENTION, Step, grouped_attention
 
+PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
+
 
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole."""
@@ -50,23 +52,33 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
     shapes = ({} if shape == "one" else {0: b, 1: w}, {0: c}, [each] * len(rows))
     inputs = (example(count, width, len(step.windows)), torch.arange(128), rows)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-    with torch.no_grad():
-        try:
+    try:
+        with torch.no_grad():
             program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
-        except Exception as broken:
-            raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
-        if "max_autotune" in how and _independent(step, program):
-            how = how | {"aot_inductor.metadata": INDEPENDENT}
+    except Exception as broken:
+        raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
+    if "max_autotune" in how and _independent(program):
+        how = how | {"aot_inductor.metadata": INDEPENDENT}
+    with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=how)
 
 
-def _independent(step: Step, program: torch.export.ExportedProgram) -> bool:
-    """Are all products and all attention the house's own, whose rows hang on no other row and on no hidden slot?"""
-    called = {str(node.target) for node in program.graph.nodes}
-    products = [layer.weight.shape for layer in step.modules() if isinstance(layer, torch.nn.Linear)]
-    return "outrider.attend.default" in called and not any("scaled_dot" in name for name in called) and all(
-        n % microkernel.BLOCK == 0 and k % 2 == 0 for n, k in products
-    )  # fmt: skip
+def _independent(program: torch.export.ExportedProgram) -> bool:
+    """Are all products and all attention the house's own, whose rows hang on no other row and on no hidden slot? Products over one element are none."""
+    called = [(str(node.target).split("."), node.args) for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    names = [name for (_, name, *_), _ in called]
+    if "attend" not in names or any("scaled_dot" in name for name in names):
+        return False
+    for (_, name, *_), args in called:
+        if name == "linear":
+            n, k = args[1].meta["val"].shape
+            if n % microkernel.BLOCK or k % 2:
+                return False
+        elif name in PRODUCTS and args[0].meta["val"].shape[-1] != 1:
+            return False
+    return True
 
 
 def _step_back() -> None:
