@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 
+from outrider.core.config import LoadSettings
 from outrider.core.errors import OutriderError
 from outrider.measure import profile
+from outrider.runtime import assemble
 
 MARK = {"model target": "a1", "threads": "1", "dtype": "float32"}
 DATA = {"costs": {"seen": {"0": [3.0, 0.25]}, "slope": 0.125}, "drafts": 7}
@@ -248,3 +250,14 @@ def test_settings_threads_and_models_are_all_in_the_fingerprint(folder):
     assert one["threads"] == str(torch.get_num_threads()) and one["rows"] == "4"
     assert profile.place(one) == profile.place(dict(reversed(one.items()))), "the order of keys does not matter"
     assert len({profile.place({**one, key: "other"}) for key in one} | {profile.place(one)}) == len(one) + 1
+
+
+def test_what_other_packages_took_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that are built in another way take other times: their profile is another file. Who compiles nothing keeps his."""
+    marks = {}
+    for packages in (1, 2):
+        monkeypatch.setattr(assemble, "PACKAGES", packages)
+        for how in ("auto", "off"):
+            settings = LoadSettings(compile=how, profile="off")
+            marks[packages, how] = assemble._keeper({}, {}, 1, "cpu", settings).mark
+    assert marks[1, "auto"] != marks[2, "auto"] != marks[1, "off"] == marks[2, "off"]

@@ -27,6 +27,7 @@ from outrider.measure import machine
 from outrider.measure import profile as profiles
 from outrider.measure.cost import Costs
 from outrider.models import load as models
+from outrider.models.compiled import VERSION as PACKAGES
 from outrider.models.exits import EarlyExit, check
 from outrider.models.vocab import check_pair
 from outrider.runtime import profiler
@@ -120,7 +121,8 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
     kinds = ",".join(f"{name} {type(part).__name__}" for name, part in sorted(parts.items()))
     mark = profiles.fingerprint(
-        folders, drafters=kinds, device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, compile=s.compile != "off", quantise=s.quantise
+        folders, drafters=kinds, device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, quantise=s.quantise,
+        compile=PACKAGES if s.compile != "off" else "off",
     )  # fmt: skip
     file = None if s.profile == "off" else profiles.place(mark) if s.profile == "auto" else Path(s.profile)
     known = (profiles.load(file, mark) if file else None) or {}
