@@ -95,6 +95,7 @@ def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_
     """Every product's outputs must fill blocks, and every head the attention's; weights lie beside the code, to be shared."""
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=head, hidden=hidden)), []
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, package_path, inductor_configs: asked.append(inductor_configs))
+    monkeypatch.setattr(builder_module, "complete", lambda file: True)
     for frozen in (True, False):
         with pytest.raises(FileNotFoundError):  # nothing was written
             builder_module.build(model.step, "any", frozen, tmp_path / "any.pt2")
@@ -114,6 +115,7 @@ def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkey
         Path(package_path).write_text("built", "utf-8")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
+    monkeypatch.setattr(builder_module, "complete", lambda file: True)
     builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
     assert (tmp_path / "any.pt2").read_text("utf-8") == "built" and len(asked) == 2
     assert "aot_inductor.metadata" in asked[0][0] and "aot_inductor.metadata" not in asked[1][0]

@@ -15,9 +15,10 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
 from outrider.models.compiled import SHAPES, Recipe, example
-from outrider.models.package import INDEPENDENT
+from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import ATTENTION, Step, grouped_attention
 
+IN_CODE = {"aot_inductor.package_constants_in_so": True, "aot_inductor.package_constants_on_disk_format": None}  # weights as a part of the code
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
@@ -38,7 +39,10 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
         if "max_autotune" not in how and own is None:
             raise
         how["max_autotune_gemm_backends"] = "CPP,ATEN"  # some product has no kernel of Inductor's own: seen with Gemma-2
+        own = None
         _compile(step, shape, how, draft, grouped_attention)
+    if not complete(draft):  # Inductor leaves some out that it made itself: seen with GPT-2
+        _compile(step, shape, how | IN_CODE, draft, own or grouped_attention)
     draft.replace(file)
 
 

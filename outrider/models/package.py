@@ -86,6 +86,12 @@ def _carried(file: Path) -> dict[str, Tensor]:
     return {name: whole[part].as_strided(shape, stride, offset) for name, (part, shape, stride, offset) in places.items()}
 
 
+def complete(file: Path) -> bool:
+    """Do all weights that its code asks for lie beside it, if any do?"""
+    carried = _carried(file)
+    return not carried or set(carried) >= set(torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1).get_constant_fqns())
+
+
 def _same(weight: Tensor, known: Tensor | None) -> Tensor:
     """The known one, if it is the same to the bit."""
     if known is None or (known.shape, known.stride(), known.dtype) != (weight.shape, weight.stride(), weight.dtype):
