@@ -88,8 +88,12 @@ def _carried(file: Path) -> dict[str, Tensor]:
 
 def complete(file: Path) -> bool:
     """Do all weights that its code asks for lie beside it, if any do?"""
-    carried = _carried(file)
-    return not carried or set(carried) >= set(torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1).get_constant_fqns())
+    if carried := _carried(file):
+        try:
+            torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1).load_constants(carried, False, True, True)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _same(weight: Tensor, known: Tensor | None) -> Tensor:
