@@ -100,7 +100,7 @@ def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_
         with pytest.raises(FileNotFoundError):  # nothing was written
             builder_module.build(model.step, "any", frozen, tmp_path / "any.pt2")
     packed, borrowed = asked
-    assert (packed.get("aot_inductor.metadata") == INDEPENDENT) == independent and "aot_inductor.metadata" not in borrowed
+    assert packed["aot_inductor.metadata"] == (INDEPENDENT if independent else {}) and borrowed["aot_inductor.metadata"] == {}
     assert not packed["aot_inductor.package_constants_in_so"] and not borrowed["aot_inductor.package_constants_in_so"]
 
 
@@ -117,9 +117,33 @@ def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkey
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
     monkeypatch.setattr(builder_module, "complete", lambda file: True)
     builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
-    assert (tmp_path / "any.pt2").read_text("utf-8") == "built" and len(asked) == 2
-    assert "aot_inductor.metadata" in asked[0][0] and "aot_inductor.metadata" not in asked[1][0]
-    assert any("scaled_dot" in name for name in asked[1][1])
+    assert (tmp_path / "any.pt2").read_text("utf-8") == "built" and not (tmp_path / "failed").exists()
+    said = [how["aot_inductor.metadata"] for how, _ in asked]
+    assert said == [INDEPENDENT, {}, {"note": "RuntimeError: another Inductor"}], "with products of torch's beside it no column is independent"
+    assert any("scaled_dot" in name for name in asked[2][1])
+
+
+@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+def test_a_product_without_a_kernel_of_the_house_s_costs_no_attention(tmp_path, monkeypatch):
+    """Torch's products are let in first, torch's attention last; a model that compiles in no way is an error."""
+    model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64)), []
+
+    def compile_it(program, package_path, inductor_configs):
+        asked.append(
+            (inductor_configs["max_autotune_gemm_backends"], any(str(node.target) == "outrider.attend.default" for node in program.graph.nodes))
+        )
+        if inductor_configs["max_autotune_gemm_backends"] == "CPP" or asked[4:]:
+            raise RuntimeError("no kernel fits")
+        Path(package_path).write_text("built", "utf-8")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
+    monkeypatch.setattr(builder_module, "complete", lambda file: True)
+    builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
+    assert asked == [("CPP", True), ("CPP,ATEN", True)]
+    asked += [("", False)] * 2
+    with pytest.raises(RuntimeError, match="no kernel fits"):
+        builder_module.build(model.step, "one", True, tmp_path / "one.pt2")
+    assert asked[4:] == [("CPP", True), ("CPP,ATEN", True), ("CPP", False), ("CPP,ATEN", False)]
 
 
 # --- when they are built, and why there is none

@@ -334,6 +334,19 @@ def test_a_package_that_is_slower_than_eager_steps_is_not_used(serve, monkeypatc
     assert again.get(1, 1) is again.packages["any"] and again.bytes == again.packages["any"].bytes
 
 
+def test_a_package_that_is_not_built_as_it_should_be_says_why(serve, monkeypatch, caplog):
+    served, made = serve(100), package.Package.__init__
+
+    def noted(self: package.Package, *how: object) -> None:
+        made(self, *how)
+        self.note = "RuntimeError: another Inductor"
+
+    monkeypatch.setattr(package.Package, "__init__", noted)
+    again = Compiled(served.compiled.recipe, served.step)
+    assert set(again.packages) == set(SHAPES), "it serves all the same"
+    assert caplog.text.count("torch's attention, which is slower") == 1 and "another Inductor" in caplog.text
+
+
 def test_a_package_that_differs_from_the_model_is_not_used(built, tmp_path, cache, started, caplog):
     """Packages of other weights, put in place: the first one that is tried is refused, and texts are the eager ones."""
     other = twin_folder(tmp_path / "other", seed=5)

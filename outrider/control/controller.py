@@ -70,7 +70,7 @@ class Adaptive:
             return OFF, "probe:plain"
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
-            return OFF, self._save(rows, names) if None in says.values() else self._earn(missing, page)
+            return OFF, self._let_rest(rows, names) if None in says.values() else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
@@ -91,7 +91,7 @@ class Adaptive:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
         return self.why
 
-    def _save(self, rows: list[Row], names: list[str]) -> str:
+    def _let_rest(self, rows: list[Row], names: list[str]) -> str:
         """Those who would have a guess cost more than there is; one that costs less has none now, and may have one in the next step."""
         self.silent = True
         for row in rows:

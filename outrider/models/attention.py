@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.models.microkernel import BLOCK, paired_rows
@@ -166,16 +165,14 @@ def paired_attention(
 
 def _operator() -> Any:
     """`attend`: query [b, kv, share * w, d] with the heads that share a key head below one another, key and value [b, kv, c, d], mask [b, 1, w, c]
-    -> [b, w, kv * share, d]."""
+    -> [b, w, kv * share, d]. A name and a shape: what it does stands in SOURCE alone."""
+    torch.library.define("outrider::attend", "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor")
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-        b, kv, rows, d = query.shape
-        w = mask.shape[2]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask.repeat(1, 1, rows // w, 1), scale=scale)
-        return out.reshape(b, kv * (rows // w), w, d).transpose(1, 2).contiguous()
+    def shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        (b, kv, many, d), w = query.shape, mask.shape[2]
+        return query.new_empty(b, w, kv * (many // w), d)
 
-    operator = torch.library.custom_op("outrider::attend", attend, mutates_args=())
-    operator.register_fake(lambda q, k, v, m, scale: q.new_empty(q.shape[0], m.shape[2], q.shape[1] * (q.shape[2] // m.shape[2]), q.shape[3]))
+    torch.library.register_fake("outrider::attend", shape)
     return torch.ops.outrider.attend.default
 
 
@@ -193,7 +190,7 @@ def _teach(operator: Any, rows: Any) -> None:
 
         def render(self, kernel: Any, template_buffer_node: Any = None, epilogue_nodes: Any = None, **more: Any) -> str:  # type: ignore[override]
             if epilogue_nodes:
-                raise NotImplementedError("nothing follows attend in its own loop")
+                raise TypeError("attend has no loop that what follows it could join")  # the builder then takes torch's attention
             query, key, value, mask = self.input_nodes
             product = rows(f"{kernel.kernel_name}_product", torch.bfloat16, torch.bfloat16, torch.float, torch.float, GemmBlocking(8, BLOCK, 2))
             text: str = self._template_from_string(SOURCE).render(

@@ -1,9 +1,11 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
 import contextlib
+import itertools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,36 +20,38 @@ from outrider.models.compiled import SHAPES, Recipe, example
 from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import ATTENTION, Step, grouped_attention
 
-IN_CODE = {"aot_inductor.package_constants_in_so": True, "aot_inductor.package_constants_on_disk_format": None}  # weights as a part of the code
+INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
+BESIDE, IN_CODE = {INSIDE: False, APART: "pickle_weights"}, {INSIDE: True, APART: None}  # weights beside the code can be shared
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
-    """Export and compile one shape of a step, and put it in place when it is whole."""
+    """Export and compile one shape of a step, and put it in place when it is whole. What cannot be compiled in one way is tried in the next."""
     paired = microkernel.paired_rows() is not None and step.module.dtype == torch.bfloat16
-    how: dict[str, Any] = {"freezing": frozen, "aot_inductor.package_constants_in_so": frozen, "cpp.enable_concat_linear": frozen}
+    how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
+    ways: list[dict[str, Any]] = [{}]
     if frozen and (paired or shape == "one"):  # Inductor's own products, ours among them: at one row the faster in any dtype
-        how |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
-        how |= {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "pickle_weights"}  # to be shared
-    draft = file.with_suffix(f".{os.getpid()}.pt2")
-    own = attention.attention() if paired else None
-    try:
-        _compile(step, shape, how, draft, own or grouped_attention)
-    except OutriderError:
-        raise
-    except Exception:
-        if "max_autotune" not in how and own is None:
-            raise
-        how["max_autotune_gemm_backends"] = "CPP,ATEN"  # some product has no kernel of Inductor's own: seen with Gemma-2
-        own = None
-        _compile(step, shape, how, draft, grouped_attention)
-    if not complete(draft):  # Inductor leaves some out that it made itself: seen with GPT-2
-        _compile(step, shape, how | IN_CODE, draft, own or grouped_attention)
+        how |= {"max_autotune": True, **BESIDE}
+        ways = [{"max_autotune_gemm_backends": "CPP"}, {"max_autotune_gemm_backends": "CPP,ATEN"}]  # some have no such kernel: seen with Gemma-2
+    attends = [own, grouped_attention] if paired and (own := attention.attention()) else [grouped_attention]
+    draft, failed = file.with_suffix(f".{os.getpid()}.pt2"), ""
+    for attend, way in itertools.product(attends, ways):
+        try:
+            note = {"note": failed} if failed and attend is not attends[0] else {}
+            _compile(step, shape, how | way, draft, attend, note)
+            if not complete(draft):  # Inductor leaves some out that it made itself: seen with GPT-2
+                _compile(step, shape, how | way | IN_CODE, draft, attend, note)
+            break
+        except Exception as error:
+            traceback.print_exc()  # into the log beside the packages
+            failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            if (attend, way) == (attends[-1], ways[-1]):
+                raise
     draft.replace(file)
 
 
-def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Callable[..., Any]) -> None:
-    """Raises OutriderError where the model's forward breaks the graph, and whatever Inductor raises."""
+def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Callable[..., Any], note: dict[str, str]) -> None:
+    """note: what the package says of itself. Raises OutriderError where the model's forward breaks the graph, and whatever Inductor raises."""
     dim = torch.export.Dim
     b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
     count, width = (1, 1) if shape == "one" else (3, 8)
@@ -63,10 +67,10 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     finally:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
-    if "max_autotune" in how and _independent(program):
-        how = how | {"aot_inductor.metadata": INDEPENDENT}
+    if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
+        note = note | INDEPENDENT
     with torch.no_grad():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=how)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
 
 
 def _independent(program: torch.export.ExportedProgram) -> bool:

@@ -185,6 +185,10 @@ class Compiled:
         if package.place(table, read, rows) > seconds_of(lambda: self.step(table, read, rows)):
             self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
             return
+        if package.note:
+            _say_once(
+                f"compiled steps of {self.recipe.folder} have torch's attention, which is slower: the house's could not be built ({package.note})"
+            )
         self.packages[shape] = package
 
     def settle(self) -> None:

@@ -23,10 +23,8 @@ from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
 LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
-STRICT_WIDTH, STRICT_READ = (
-    8,
-    512,
-)  # columns of every strict step, at most where they are independent; slots are read by as many as torch's attention blocks
+STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
+STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 class Package:
     """A built step. Call it as a Step. `known`: weights that are in memory, by name; `frozen`: it has its own, packed. `bytes`: what it holds beside
     `known`; `shares`: all its weights are known ones; `independent`: up to eight columns of a row get the same bits alone and together, whatever hidden slots
-    are read.
+    are read; `note`: why it is not built as it should be, if it is not.
 
     Raises OSError or RuntimeError for a damaged file, KeyError for one of another model.
     """
@@ -37,7 +37,8 @@ class Package:
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
         self.bytes = file.stat().st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
-        self.independent = INDEPENDENT.items() <= self.loader.get_metadata().items()
+        about = self.loader.get_metadata()
+        self.independent, self.note = INDEPENDENT.items() <= about.items(), about.get("note", "")
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         before = torch.get_num_threads()
@@ -73,16 +74,15 @@ def seconds_of(call: Callable[[], object], patience: float = 0.06) -> float:
 
 def _carried(file: Path) -> dict[str, Tensor]:
     """The weights that lie in a package beside its code, by name; where they are part of the code, none."""
-    with zipfile.ZipFile(file) as archive:
-        config = next((n for n in archive.namelist() if n.endswith("weights_config.json")), None)
-        if config is None:
-            return {}
-        places = json.loads(archive.read(config))
-        folder = config.partition("/")[0] + "/data/weights/"
-        try:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            config = next((n for n in archive.namelist() if n.endswith("weights_config.json")), None)
+            if config is None:
+                return {}
+            places, folder = json.loads(archive.read(config)), config.partition("/")[0] + "/data/weights/"
             whole = {part: torch.load(io.BytesIO(archive.read(folder + part)), weights_only=True) for part in {place[0] for place in places.values()}}
-        except Exception as broken:  # zip, pickle and torch each have errors of their own
-            raise OSError(f"its weights cannot be read ({broken})") from broken
+    except Exception as broken:  # zip, JSON, pickle and torch each have errors of their own
+        raise OSError(f"its weights cannot be read ({broken})") from broken
     return {name: whole[part].as_strided(shape, stride, offset) for name, (part, shape, stride, offset) in places.items()}
 
 
