@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.models.microkernel import BLOCK, paired_rows
+from outrider.models.microkernel import BLOCK, few_rows
 from outrider.models.step import grouped_attention
 
 WIDEST = 256  # dims of a head: tiles lie on the stack
@@ -140,7 +140,7 @@ extern "C" {{kernel.def_kernel(inputs={"query": query, "key": key, "value": valu
 @functools.cache
 def attention() -> Callable[..., tuple[Tensor, None]] | None:
     """An attention function for transformers that packages may be built with; None where this CPU or this torch cannot."""
-    rows = paired_rows()
+    rows = few_rows(torch.bfloat16)
     if rows is None:
         return None
     try:

@@ -22,20 +22,19 @@ from outrider.models.step import ATTENTION, Step, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
 BESIDE, IN_CODE = {INSIDE: False, APART: "pickle_weights"}, {INSIDE: True, APART: None}  # weights beside the code can be shared
+TUNED = [{"max_autotune": True, **BESIDE, "max_autotune_gemm_backends": some} for some in ("CPP", "CPP,ATEN")]  # Gemma-2 has products that need ATEN
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole. What cannot be compiled in one way is tried in the next."""
-    paired = microkernel.paired_rows() is not None and step.module.dtype == torch.bfloat16
+    fast = microkernel.few_rows(step.module.dtype) is not None
     how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
-    ways: list[dict[str, Any]] = [{}]
-    if frozen and (paired or shape == "one"):  # Inductor's own products, ours among them: at one row the faster in any dtype
-        how |= {"max_autotune": True, **BESIDE}
-        ways = [{"max_autotune_gemm_backends": "CPP"}, {"max_autotune_gemm_backends": "CPP,ATEN"}]  # some have no such kernel: seen with Gemma-2
-    attends = [own, grouped_attention] if paired and (own := attention.attention()) else [grouped_attention]
-    draft, failed = file.with_suffix(f".{os.getpid()}.pt2"), ""
-    for attend, way in itertools.product(attends, ways):
+    ways = [*TUNED, {}] if frozen and (fast or shape == "one") else [{}]  # Inductor's products, at one row the faster in any dtype; then oneDNN's
+    attends = [own, grouped_attention] if fast and step.module.dtype == torch.bfloat16 and (own := attention.attention()) else [grouped_attention]
+    tries, draft, failed = list(itertools.product(attends, ways)), file.with_suffix(f".{os.getpid()}.pt2"), ""
+    while tries:
+        attend, way = tries.pop(0)
         try:
             note = {"note": failed} if failed and attend is not attends[0] else {}
             _compile(step, shape, how | way, draft, attend, note)
@@ -45,7 +44,8 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
         except Exception as error:
             traceback.print_exc()  # into the log beside the packages
             failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-            if (attend, way) == (attends[-1], ways[-1]):
+            tries = [t for t in tries if not (isinstance(error, OutriderError) and t[0] is attend)]  # no way helps where the forward breaks the graph
+            if not tries:
                 raise
     draft.replace(file)
 

@@ -1,6 +1,7 @@
-"""A product of few rows by a packed matrix in bfloat16, for CPUs that multiply pairs (AVX512-BF16): Inductor's own kernels
-widen to float32 first and take three times as long at eight rows. Registered with Inductor, which packs the weights,
-splits the work between threads and fuses what follows; a row's result does not depend on how many there are.
+"""A product of few rows by a packed matrix, for CPUs with AVX512: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
+float32 first and take three times as long at eight rows; in float32 with the sums of six rows in registers, where oneDNN's take twice as long at
+one row and Inductor's half as long again at nine. Registered with Inductor, which packs the weights, splits the work between threads and fuses what
+follows; a row's result does not depend on how many there are.
 
 Builds on Inductor's internal interface for such kernels: where that has changed there is none, and nothing is lost.
 """
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-BLOCK = 64  # columns of a packed block: four accumulators a row
+BLOCK = 64  # columns of a packed block where vectors have 16 numbers: four sums a row
+NARROW = 16  # the same where they have eight, and half as many registers: two sums a row
 
 SOURCE = r"""
 template <int ROWS, bool accum>
@@ -18,11 +20,13 @@ inline void {{kernel_name}}_rows(
     const {{input_t}}* {{restrict_keyword}} A, const {{input2_t}}* {{restrict_keyword}} B, {{output_t}}* {{restrict_keyword}} C,
     int64_t K, int64_t lda, int64_t ldb, int64_t ldc
 ) {
-    constexpr int COLUMNS = 4;
-    __m512 sum[ROWS][COLUMNS];
+    using V = at::vec::Vectorized<float>;
+    constexpr int SIZE = V::size(), COLUMNS = {{block}} / SIZE;
+    V sum[ROWS][COLUMNS];
     _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
-            sum[r][c] = accum ? _mm512_loadu_ps(C + r * ldc + 16 * c) : _mm512_setzero_ps();
+            sum[r][c] = accum ? V::loadu(C + r * ldc + SIZE * c) : V(0.f);
+{%- if pairs %}
     for (int64_t k = 0; k < K; k += 2) {
         __m512bh b[COLUMNS];
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
@@ -35,9 +39,19 @@ inline void {{kernel_name}}_rows(
                 sum[r][c] = _mm512_dpbf16_ps(sum[r][c], a, b[c]);
         }
     }
+{%- else %}
+    for (int64_t k = 0; k < K; ++k) {
+        V b[COLUMNS];
+        _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = V::loadu(B + k * ldb + SIZE * c);
+        _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r) {
+            const V a(A[r * lda + k]);
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(a, b[c], sum[r][c]);
+        }
+    }
+{%- endif %}
     _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
-            _mm512_storeu_ps(C + r * ldc + 16 * c, sum[r][c]);
+            sum[r][c].store(C + r * ldc + SIZE * c);
 }
 {{declare_kernel}} {
     for (int64_t m = 0; m < M;) {
@@ -54,31 +68,39 @@ inline void {{kernel_name}}_rows(
 
 
 @functools.cache
-def paired_rows() -> Any:
-    """The kernel as Inductor knows them, registered there; None where this CPU or this torch cannot use it."""
-    if not torch.cpu._is_avx512_bf16_supported():
+def few_rows(dtype: torch.dtype) -> Any:
+    """The kernel of a dtype as Inductor knows them, registered there; None where there is none: other dtypes, this CPU, this torch."""
+    pairs, isa = dtype == torch.bfloat16, torch.backends.cpu.get_cpu_capability()
+    if not (torch.cpu._is_avx512_bf16_supported() and isa == "AVX512" if pairs else dtype == torch.float32 and isa in ("AVX512", "AVX2")):
         return None
     try:
-        from torch._inductor import compile_fx, select_algorithm  # noqa: F401  (in this order: the next import is circular)
+        from torch._inductor import compile_fx, cpu_vec_isa, select_algorithm  # noqa: F401  (in this order: the next import is circular)
         from torch._inductor.codegen import cpp_micro_gemm
-        from torch._inductor.cpu_vec_isa import VecAVX512
 
         inductor: Any = cpp_micro_gemm
+        wide = isa == "AVX512"
+        block, vectors = (BLOCK, cpu_vec_isa.VecAVX512) if wide else (NARROW, cpu_vec_isa.VecAVX2)
 
         def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
-            return k % 2 == 0 and n % BLOCK == 0 and alpha == 1
+            return k % (1 + pairs) == 0 and n % block == 0 and alpha == 1
 
-        class PairedRows(cpp_micro_gemm.CppMicroGemm):
+        class FewRows(cpp_micro_gemm.CppMicroGemm):
             def codegen_define(self, kernel: Any) -> str:
-                names = {"declare_kernel": self.get_kernel_declaration(), "kernel": kernel, **self.get_common_options()}
+                names = {
+                    "declare_kernel": self.get_kernel_declaration(),
+                    "kernel": kernel,
+                    "pairs": pairs,
+                    "block": block,
+                    **self.get_common_options(),
+                }
                 text: str = inductor.KernelTemplate._template_from_string(SOURCE).render(names)
                 return text
 
             def get_b_layout(self) -> Any:
-                return inductor.LayoutType.VNNI2
+                return inductor.LayoutType.VNNI2 if pairs else inductor.LayoutType.NORMAL
 
-        shape = inductor.generate_gemm_config(VecAVX512, [(8, BLOCK, 2)], input_dtype=torch.bfloat16, output_dtype=torch.float, extra_check=fits)
-        inductor.register_micro_gemm(*shape)(PairedRows)
+        shape = inductor.generate_gemm_config(vectors, [(8, block, 1 + pairs)], input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
+        inductor.register_micro_gemm(*shape)(FewRows)
     except (ImportError, AttributeError, TypeError):
         return None
-    return PairedRows
+    return FewRows
