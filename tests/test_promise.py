@@ -193,7 +193,7 @@ def test_steps_slept_through_are_filed_by_what_was_before_each(monkeypatch: pyte
 def test_plain_steps_earn_by_their_own_clock(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in which nobody drafts is plain decoding, at whatever pace the machine goes now: it earns 5% of what it takes, no more where the
     machine has become faster than was believed, and no less where slower."""
-    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, length=60)
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, length=400)
     controller = adaptive(of)
     drive(of, controller, Weather(of, lambda n, name: pace))
     before = controller.ledger.credit["w0"] = -100.0

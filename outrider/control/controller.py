@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 
 from outrider.control.guard import Ledger
-from outrider.control.rows import WHOLE, Row, awake, remember
-from outrider.control.starts import RARELY, WARM, Starts
+from outrider.control.rows import WHOLE, Row, awake, looked, remember
+from outrider.control.starts import FRESH_RATE, RARELY, WARM, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, Lesson, Page, Tables
 from outrider.core import tree
@@ -22,9 +22,10 @@ from outrider.measure.cost import CALM, DEEPEST, Situation, situation
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 OFF = Plan()
+WEIGHED = ("depth:all", "depth:trimmed")  # reasons of drafts as long as seemed best
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
-LONG = 64  # steps without a thought after which they are settled all the same
+LONG, SETTLED = 64, 8  # steps without a thought after which they are settled all the same; most of them that are looked at
 
 
 class Adaptive:
@@ -40,7 +41,9 @@ class Adaptive:
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
         self.last: tuple[list[Sequence], StepRecord] | None = None
-        self.slept: list[tuple[list[Sequence], StepRecord]] = []
+        self.slept: list[tuple[list[Sequence], StepRecord, tuple[str, ...]]] = []
+        self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
+        self.worth = 0.0  # of a look, in the requests before
         self.asleep, self.silent, self.why = 0, False, ""
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
@@ -51,7 +54,7 @@ class Adaptive:
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         if self.last:
             self._note(*self.last)
-        self.step, self.silent = None, False
+        self.step, self.silent, self.looked = None, False, ()
         self.steps += 1
         if self.asleep > 0:
             if self.known is not None and seqs == self.known[0]:
@@ -60,7 +63,7 @@ class Adaptive:
             self.asleep = 0  # another batch: nobody said that it should sleep
         rows = [self._row(s) for s in seqs]
         says = {name: awake(seqs, rows, name) for name in self.tables.bits}
-        names = [name for name in says if says[name]]
+        names, self.looked = [name for name in says if says[name]], tuple([name for name in says if says[name] is not False])
         if not names:
             self._page(self._situation(seqs))
             self.silent = None in says.values()
@@ -108,7 +111,7 @@ class Adaptive:
     def _row(self, seq: Sequence) -> Row:
         row = self.rows.get(seq.request.id)
         if row is None:
-            row = self.rows[seq.request.id] = Row()
+            row = self.rows[seq.request.id] = Row(worth=self.worth)
         return row
 
     def _situation(self, seqs: list[Sequence]) -> Situation:
@@ -180,7 +183,8 @@ class Adaptive:
         """Nodes a row to verify, and why."""
         step = self.step
         assert step is not None
-        most, _ = step.best(draft)
+        most, score = step.best(draft)
+        step.expected = score * (step.spent + step.page.verify[most])
         longest = _longest(draft)
         why = "off:unpaid" if most == 0 else "depth:all" if most >= longest else "depth:trimmed"
         if step.trial and most < PROBED:
@@ -206,6 +210,7 @@ class Adaptive:
         self._settle()
         if self.page is not None and seq.records:
             self.starts.ended(seq, self._row(seq), self.page.plain)
+            self.worth += FRESH_RATE * (self._row(seq).worth - self.worth)
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)
@@ -216,7 +221,7 @@ class Adaptive:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, any(record.drafted)
         if (self.asleep or self.silent) and not record.levels and self.page is not None:  # settled on waking
-            self.slept.append((seqs, record))
+            self.slept.append((seqs, record, self.looked))
             self.calm, self.since_plain = self.calm + 1, 0
             if len(self.slept) >= LONG:
                 self._settle()
@@ -233,17 +238,18 @@ class Adaptive:
             if self.page is None or len(self.lessons) >= BATCH:
                 self._digest()
                 self.page = self.tables.page(at)
-        self._charge(seqs, record, step, calm)
+        self._charge(seqs, record, step, calm, self.looked)
         if record.levels:
             self._remember(seqs, rows, record, step)
 
     def _settle(self) -> None:
-        """Charge what was slept through."""
-        slept = [(seqs, record, i >= CALM) for i, (seqs, record) in enumerate(self.slept, self.calm - len(self.slept))]
-        for seqs, record, calm in slept:
-            self._charge(seqs, record, None, calm)
+        """Charge what was slept through: some steps, each for those behind it as well, for what is owed for them is what they took."""
+        slept, every = self.slept, -(-len(self.slept) // SETTLED)
+        taken = [(i, *slept[i], self.calm - len(slept) + i >= CALM) for i in range(0, len(slept), max(every, 1))]
+        for i, seqs, record, names, calm in taken:
+            self._charge(seqs, record, None, calm, names, min(every, len(slept) - i))
         if slept:
-            self._watch([(record, calm) for _, record, calm in (slept if self.why == "off:guard" else slept[-1:])])
+            self._watch([(record, calm) for _, _, record, _, calm in (taken if self.why == "off:guard" else taken[-1:])])
         self.slept = []
 
     def _watch(self, records: list[tuple[StepRecord, bool]]) -> None:
@@ -262,29 +268,33 @@ class Adaptive:
             self.starts.used(step, seqs, record)
         remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
 
-    def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool) -> None:
+    def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...], times: int = 1) -> None:
         """Where nothing was verified, plain decoding would have taken as long, but for thinking, drafting and caches that wider steps
-        left cold: the step's own clock says what was owed for it, whatever the machine's pace is now."""
+        left cold: the step's own clock says what was owed for it, whatever the machine's pace is now. `names`: who was looked at; `times`: so many steps
+        like this one."""
         page = self.page
         if page is None:
             return
         took, owed, bad_case, nodes = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None, min(max(record.drafted), DEEPEST)
-        spent, own = took, took - _drafting(record) - record.seconds.get("jit", 0.0)
+        spent, own, beside = took, took - _drafting(record) - record.seconds.get("jit", 0.0), self._beside(record)
+        worth = -beside / page.plain if page.plain else 0.0
         if not nodes:
-            beside = self._beside(record)
             bare = self.ledger.plainly(took - beside, owed * page.spread)
             spent, owed = bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
             page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
         elif step is not None:
             bad_case = step.room * page.plain * page.spread
             spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
+            worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
         for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
+            self.ledger.charge(seq.request.id, owed, tokens * times, spent * times, bad_case)
+        if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
+            looked([self._row(s) for s in seqs], names, worth, times)
         if expected := page.plain * (page.seconds[nodes] if nodes else page.steady if calm else 1.0):
             page.plain *= self.tables.costs.felt(own / expected)
 
     def _beside(self, record: StepRecord) -> float:
-        """Seconds that a step in which nothing was verified would not have taken in plain decoding."""
+        """Seconds of thinking and drafting: what a step in which nothing was verified would not have taken in plain decoding."""
         filling = record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) if record.levels else 0.0  # a plan's first code, too
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)

@@ -14,6 +14,7 @@ from outrider.measure.trace import verdicts
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 WHOLE = 8  # nodes deep that every draft is looked at
+SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 
 
@@ -22,7 +23,7 @@ class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
     (`reach`); by drafter, tokens promised of late and those that came (`kept`); by drafter that had to read for long, plain steps that
-    it was to save, and those that it did (`owing`)."""
+    it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps."""
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)
@@ -31,11 +32,21 @@ class Row:
     reach: int = WHOLE
     kept: dict[str, list[float]] = field(default_factory=dict)
     owing: dict[str, list[float]] = field(default_factory=dict)
+    worth: float = 0.0
 
     def luck(self, name: str) -> float:
         """What a drafter kept of its promises to this request."""
         promised, came = self.kept.get(name, (0.0, 0.0))
         return (came + LENIENT) / (promised + LENIENT)
+
+
+def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
+    """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take SHARE
+    of the time."""
+    for row in rows:
+        row.worth += (max(worth, -1.0) - row.worth) * min(times / LOOKS, 1.0)
+        if rest := min(int(max(-row.worth, 0.0) / SHARE), RARE):
+            row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
 
 
 def awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool | None:

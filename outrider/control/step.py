@@ -21,7 +21,7 @@ PROBED = 2  # levels of a drafter that is tried
 
 @dataclass(slots=True)
 class Step:
-    """`number`: of all steps. In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
+    """`number`: of all steps. `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
     drafter. `survival`: of the draft's nodes. `known`: (nodes the draft had, nodes a row that were best, the score of that)."""
 
     tables: Tables
@@ -35,6 +35,7 @@ class Step:
     survival: list[float] = field(default_factory=list)
     known: tuple[int, int, float] = (0, 0, 1.0)
     promised: dict[str, float] = field(default_factory=dict)
+    expected: float = 1.0
     refused: bool = False  # did the guard keep a drafter from starting?
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
