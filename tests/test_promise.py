@@ -12,6 +12,7 @@ from contracts import request
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
+from outrider.control import rows
 from outrider.control.controller import EARN, LONG, Adaptive
 from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.tables import Tables
@@ -192,7 +193,9 @@ def test_steps_slept_through_are_filed_by_what_was_before_each(monkeypatch: pyte
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
 def test_plain_steps_earn_by_their_own_clock(pace: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step in which nobody drafts is plain decoding, at whatever pace the machine goes now: it earns 5% of what it takes, no more where the
-    machine has become faster than was believed, and no less where slower."""
+    machine has become faster than was believed, and no less where slower, however long it sleeps."""
+    monkeypatch.setattr(rows, "PATIENCE", 1)
+    monkeypatch.setattr(rows, "REST", LONG)
     of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, length=400)
     controller = adaptive(of)
     drive(of, controller, Weather(of, lambda n, name: pace))
