@@ -6,6 +6,7 @@ Seconds are plain steps, which the worlds below leave alone: all else may be arb
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from contracts import request
@@ -204,6 +205,18 @@ def test_plain_steps_earn_by_their_own_clock(pace: float, monkeypatch: pytest.Mo
     (records,) = drive(of, controller, Weather(of, lambda n, name: pace))
     assert not any(r.drafted[0] for r in records)
     assert controller.ledger.credit["w0"] - before == pytest.approx(ALLOWANCE * sum(r.reading.seconds for r in records), rel=0.05)
+
+
+def test_a_stall_in_a_step_that_stands_for_others_is_charged_once() -> None:
+    """Of a long sleep some steps are looked at, each for those behind it; that one of them was held up while choosing says nothing of those."""
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, length=60)
+    (records,) = drive(of, controller := adaptive(of))
+    seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
+    stalled = replace(records[-1], seconds={**records[-1].seconds, "choose": 40.0}, reading=replace(records[-1].reading, seconds=41.0))
+    controller.ledger.credit["z"] = 0.0
+    controller.slept, controller.calm = [(seqs, stalled if i == 0 else records[-1], ()) for i in range(LONG)], LONG
+    controller._settle()
+    assert controller.ledger.credit["z"] > -41.0
 
 
 def test_what_speculation_takes_in_a_step_that_verifies_nothing_is_not_plain_decodings() -> None:

@@ -277,6 +277,8 @@ class Adaptive:
             return
         took, owed, bad_case, nodes = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None, min(max(record.drafted), DEEPEST)
         spent, own, beside = took, took - _drafting(record) - record.seconds.get("jit", 0.0), self._beside(record)
+        if times > 1:
+            beside = min(beside, page.plain)  # one stall is no other step's
         worth = -beside / page.plain if page.plain else 0.0
         if not nodes:
             bare = self.ledger.plainly(took - beside, owed * page.spread)

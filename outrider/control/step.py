@@ -21,8 +21,9 @@ PROBED = 2  # levels of a drafter that is tried
 
 @dataclass(slots=True)
 class Step:
-    """`number`: of all steps. `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to draft would cost; `spent`, by drafters so far. `levels`: by
-    drafter. `survival`: of the draft's nodes. `known`: (nodes the draft had, nodes a row that were best, the score of that)."""
+    """`number`: of all steps; `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to
+    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `known`: (nodes the draft had, nodes a row that
+    were best, the score of that)."""
 
     tables: Tables
     page: Page
