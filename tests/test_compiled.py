@@ -344,7 +344,7 @@ def test_a_package_that_is_not_built_as_it_should_be_says_why(serve, monkeypatch
     monkeypatch.setattr(package.Package, "__init__", noted)
     again = Compiled(served.compiled.recipe, served.step)
     assert set(again.packages) == set(SHAPES), "it serves all the same"
-    assert caplog.text.count("torch's attention, which is slower") == 1 and "another Inductor" in caplog.text
+    assert caplog.text.count("torch's kernels, which are slower") == 1 and "another Inductor" in caplog.text
 
 
 def test_a_package_that_differs_from_the_model_is_not_used(built, tmp_path, cache, started, caplog):

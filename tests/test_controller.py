@@ -18,7 +18,7 @@ from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, lin
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
 from outrider.control.controller import SAMPLE, YOUNG, Adaptive
-from outrider.control.rows import LOOKS, PATIENCE, REST, SHARE, Row, awake, looked, remember
+from outrider.control.rows import PATIENCE, REST, Row, awake, remember
 from outrider.control.starts import EXPLORE, GIFT, PROBE, Starts
 from outrider.control.tables import Tables
 from outrider.core.types import Limits, Sequence, StepRecord
@@ -341,26 +341,6 @@ def test_a_drafter_is_looked_at_before_it_is_asked() -> None:
     while not row.rest.get("lookup"):
         assert told((no, row)) is None
     assert row.vain["lookup"] == PATIENCE and told((no, row)) is False and told((no, row), yes) is True
-
-
-def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:
-    """At any loss; one stall says no more than the worst look; where looks win, none rests."""
-    for loss in (0.03, 0.1, 0.5, 1.0, 100.0):
-        row, took, steps = Row(), 0.0, 0
-        for _ in range(400):
-            looked([row], ("lookup",), -loss)
-            took, steps = took + min(loss, 1.0), steps + 1 + row.rest.pop("lookup", 0)
-        assert 0.5 * SHARE < took / steps < 1.6 * SHARE, loss
-    row.worth = 0.4
-    looked([row], ("lookup",), -0.1)
-    assert not row.rest
-    row.rest["model"] = 9
-    for _ in range(200):
-        looked([row], ("model", "lookup"), -0.1)
-    assert row.rest == {"model": 9, "lookup": 4}, "who rests longer goes on resting"
-    several = Row()
-    looked([several], (), -0.1, times=LOOKS)
-    assert several.worth == pytest.approx(-0.1)
 
 
 @pytest.mark.parametrize(("thinking", "share"), [(0.0, 0.9), (0.3, 0.25)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.control import rows as memory
-from outrider.control.rows import Row
+from outrider.control.rows import LOOKS, SHARE, Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import Page, Tables
 from outrider.core import tree
@@ -97,3 +97,23 @@ def test_a_chain_is_walked_as_any_tree_is(seed: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tree, "straight", lambda draft: False)
     assert short == tree.follow(draft, choice)
     assert not tree.straight(Draft(rows=2))
+
+
+def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:
+    """At any loss; one stall says no more than the worst look; where looks win, none rests."""
+    for loss in (0.03, 0.1, 0.5, 1.0, 100.0):
+        row, took, steps = Row(), 0.0, 0
+        for _ in range(400):
+            looked([row], ("lookup",), -loss)
+            took, steps = took + min(loss, 1.0), steps + 1 + row.rest.pop("lookup", 0)
+        assert 0.5 * SHARE < took / steps < 1.6 * SHARE, loss
+    row.worth = 0.4
+    looked([row], ("lookup",), -0.1)
+    assert not row.rest
+    row.rest["model"] = 9
+    for _ in range(200):
+        looked([row], ("model", "lookup"), -0.1)
+    assert row.rest == {"model": 9, "lookup": 4}, "who rests longer goes on resting"
+    several = Row()
+    looked([several], (), -0.1, times=LOOKS)
+    assert several.worth == pytest.approx(-0.1)

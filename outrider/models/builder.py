@@ -36,7 +36,7 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     while tries:
         attend, way = tries.pop(0)
         try:
-            note = {"note": failed} if failed and attend is not attends[0] else {}
+            note = {"note": failed} if failed and (attend is not attends[0] or not way) else {}
             _compile(step, shape, how | way, draft, attend, note)
             if not complete(draft):  # Inductor leaves some out that it made itself: seen with GPT-2
                 _compile(step, shape, how | way | IN_CODE, draft, attend, note)

@@ -187,7 +187,7 @@ class Compiled:
             return
         if package.note:
             _say_once(
-                f"compiled steps of {self.recipe.folder} have torch's attention, which is slower: the house's could not be built ({package.note})"
+                f"compiled steps of {self.recipe.folder} have torch's kernels, which are slower: the house's could not be built ({package.note})"
             )
         self.packages[shape] = package
 

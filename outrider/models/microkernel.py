@@ -1,6 +1,6 @@
-"""A product of few rows by a packed matrix, for CPUs with AVX512: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
-float32 first and take three times as long at eight rows; in float32 with the sums of six rows in registers, where oneDNN's take twice as long at
-one row and Inductor's half as long again at nine. Registered with Inductor, which packs the weights, splits the work between threads and fuses what
+"""A product of few rows by a packed matrix: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
+float32 first and take three times as long at eight rows; in float32 (AVX512, AVX2) with the sums of six rows in registers, where oneDNN's take half
+as long again at one row, or twice, and Inductor's a third longer at nine. Registered with Inductor, which packs the weights, splits the work between threads and fuses what
 follows; a row's result does not depend on how many there are.
 
 Builds on Inductor's internal interface for such kernels: where that has changed there is none, and nothing is lost.
