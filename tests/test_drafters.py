@@ -17,7 +17,7 @@ from outrider.core.tree import roots
 from outrider.core.types import POINT, SAMPLED, Draft, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.suffix import RECENT, SuffixIndex
+from outrider.drafters.suffix import CERTAIN, DOUBT, RECENT, SuffixIndex, sure
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -46,8 +46,9 @@ def test_the_index_equals_brute_force_after_every_token(seed):
             assert cursor is None
             continue
         assert cursor.depth == length
-        found = {t: share for t, share, _ in index.next(cursor, 99)}
-        assert found == pytest.approx({t: n / follow.total() for t, n in follow.items()})
+        found = {t: chance for t, chance, _ in index.next(cursor, 99)}
+        evidence = {t: min(n * length, CERTAIN) ** 2 for t, n in follow.items()}
+        assert found == pytest.approx({t: n / follow.total() * evidence[t] / (evidence[t] + DOUBT) for t, n in follow.items()})
 
 
 def test_continuations_go_on_deeper_than_the_cap_and_in_loops():
@@ -105,7 +106,25 @@ def test_text_that_repeats_itself_is_looked_at_in_its_latest_places():
     index = SuffixIndex(2)
     index.extend([1, 2, 3] * 500 + [1, 2, 4] * RECENT + [1, 2])
     cursor = index.match()
-    assert len(cursor.places) == RECENT and [(t, share) for t, share, _ in index.next(cursor, 9)] == [(4, 1.0)]
+    assert len(cursor.places) == RECENT and [(t, chance) for t, chance, _ in index.next(cursor, 9)] == [(4, sure(CERTAIN))]
+
+
+def test_a_word_in_many_places_hides_no_longer_match() -> None:
+    """The latest places of one word are many; the pair that matches longer stood before all of them."""
+    index = SuffixIndex(24)
+    index.extend([7, 8, 1, 5, *[9, 1, 3] * (2 * RECENT), 8, 1])
+    assert index.match().depth == 2 and index.follow(index.match(), 2)[0] == [5, 9]
+
+
+@pytest.mark.parametrize(("text", "chances"), [
+    ([1, 5, 6, 1], [1 / 3.4, 4 / 6.4]), ([1, 5, 6, 1, 5, 6, 9, 1], [4 / 6.4, 16 / 18.4]), ([1, 5, 6, 1, 7, 8, 1], [1 / 6.8, 4 / 6.4]),
+    ([1, 2, 3, 4, 1, 2], [4 / 6.4, 9 / 11.4]),
+])  # fmt: skip
+def test_more_places_and_longer_matches_leave_less_doubt(text: list[int], chances: list[float]) -> None:
+    """By hand: a word once, a word twice and both alike, both unlike, two words once. Each token that came true lengthens the match."""
+    index = SuffixIndex(24)
+    index.extend(text)
+    assert index.follow(index.match(), 2)[1] == pytest.approx(chances)
 
 
 def test_text_is_indexed_in_any_pieces():
@@ -119,7 +138,7 @@ def test_text_is_indexed_in_any_pieces():
     assert pieces.text == whole.text and {k: v for k, v in pieces.places.items() if v} == whole.places and pieces.match() == whole.match()
 
 
-def test_lookup_prefers_the_frequent_continuation_and_needs_two_matching_tokens():
+def test_lookup_prefers_the_frequent_continuation():
     seq = sequence([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2])
     lookup = Lookup()
     lookup.begin(seq)
@@ -127,27 +146,34 @@ def test_lookup_prefers_the_frequent_continuation_and_needs_two_matching_tokens(
     draft = lookup.extend([seq], Draft(rows=1), roots(1), 2, 1, settings, noise)
     assert draft.token == [4, 3]
     assert draft.score[0] > draft.score[1]
-    lone = sequence([1, 5, 6, 1])
-    lookup.begin(lone)
-    assert len(lookup.extend([lone], Draft(rows=1), roots(1), 1, 1, Settings.of([lone]), noise)) == 0
+
+
+@pytest.mark.parametrize(("how", "text", "guess"), [
+    ({}, [1, 5, 6, 1], [5]), ({"least": 2}, [1, 5, 6, 1], []), ({"floor": 0.3}, [1, 5, 6, 1], []), ({}, [1, 5, 1, 6, 1], []), ({}, [1, 5, 6, 7], []),
+])  # fmt: skip
+def test_lookup_has_no_guess_that_is_too_unlikely(how: dict, text: list[int], guess: list[int]) -> None:
+    seq, lookup = sequence(text), Lookup(**how)
+    lookup.begin(seq)
+    draft = lookup.extend([seq], Draft(rows=1), roots(1), 1, 1, Settings.of([seq]), RowNoise(*np.zeros((3, 1), np.int64)))
+    assert draft.token == guess and seq.slots["lookup"].chance(seq.tokens) == (draft.score[0] if guess else 0.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_lookup_knows_whether_it_has_a_guess_before_it_is_asked(seed):
+def test_lookup_knows_how_likely_its_guess_is_before_it_is_asked(seed):
     """However often it is looked at, asked or let alone; what it then says is what one says that nobody looked at."""
     rng = np.random.default_rng(seed)
-    seq, lookup, other = sequence(rng.integers(0, 5, 3).tolist()), Lookup(), Lookup("other")
+    seq, lookup, other = sequence(rng.integers(0, 5, 3).tolist()), Lookup(floor=0.4), Lookup("other", floor=0.4)
     lookup.begin(seq)
     other.begin(seq)
     settings, noise, seen = Settings.of([seq]), RowNoise(*np.zeros((3, 1), np.int64)), set()
     for _ in range(60):
         seq.tokens += rng.integers(0, 5, int(rng.integers(0, 3))).tolist()
-        told = [seq.slots["lookup"].guesses(seq.tokens) for _ in range(int(rng.integers(1, 3)))]
+        told = [seq.slots["lookup"].chance(seq.tokens) for _ in range(int(rng.integers(1, 3)))]
         if rng.random() < 0.6:
             first, second = (part.extend([seq], Draft(rows=1), roots(1), 1, 1, settings, noise, levels=3) for part in (lookup, other))
-            assert (first.token, first.score) == (second.token, second.score) and set(told) == {len(first) > 0}
+            assert (first.token, first.score) == (second.token, second.score) and set(told) == {first.score[0] if len(first) else 0.0}
             seen |= set(told)
-    assert seen == {True, False}
+    assert len(seen) > 3 and 0.0 in seen
 
 
 def chains(lookup: Lookup, seqs: list, draft: Draft, calls: list[int]) -> Draft:

@@ -182,13 +182,14 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Tells, as lookup's own state does, whether there is a guess."""
+    """Tells, as lookup's own state does, how likely its guess is."""
 
     all: list[tuple[list[int], list[float]]]
     prompt: int
 
-    def guesses(self, tokens: list[int]) -> bool:
-        return bool(self.all[len(tokens) - self.prompt][0])
+    def chance(self, tokens: list[int]) -> float:
+        scores = self.all[len(tokens) - self.prompt][1]
+        return scores[0] if scores else 0.0
 
 
 class _Guesser:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable
 
 from outrider.control.guard import Ledger
-from outrider.control.rows import WHOLE, Row, awake, looked, remember
-from outrider.control.starts import FRESH_RATE, RARELY, WARM, Starts
+from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, looked, remember
+from outrider.control.starts import FRESH_RATE, RARELY, Starts
 from outrider.control.step import PROBED, Step
-from outrider.control.tables import BATCH, LOOK, Lesson, Page, Tables
+from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
 from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, Situation, situation
@@ -25,6 +25,7 @@ OFF = Plan()
 WEIGHED = ("depth:all", "depth:trimmed")  # reasons of drafts as long as seemed best
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
+FADED = 0.05  # weight of the latest step in what thinking takes
 LONG, SETTLED = 64, 8  # steps without a thought after which they are settled all the same; most of them that are looked at
 
 
@@ -44,6 +45,7 @@ class Adaptive:
         self.slept: list[tuple[list[Sequence], StepRecord, tuple[str, ...]]] = []
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.worth = 0.0  # of a look, in the requests before
+        self.thinking = 0.0  # seconds of it, in steps in which somebody was asked
         self.asleep, self.silent, self.why = 0, False, ""
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
@@ -62,27 +64,36 @@ class Adaptive:
                 return OFF, self.why
             self.asleep = 0  # another batch: nobody said that it should sleep
         rows = [self._row(s) for s in seqs]
-        says = {name: awake(seqs, rows, name) for name in self.tables.bits}
-        names, self.looked = [name for name in says if says[name]], tuple([name for name in says if says[name] is not False])
+        says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
+        names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
         if not names:
             self._page(self._situation(seqs))
-            self.silent = None in says.values()
-            return OFF, self._silence() if self.silent else self._sleep(seqs, rows)
+            self.silent = bool(self.looked)
+            return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(seqs, rows)
         page = self._page(self._situation(seqs))
         if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
-            return OFF, self._let_rest(rows, names) if None in says.values() else self._earn(missing, page)
+            return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
         return plan, "off:no-guess"
 
-    def _silence(self) -> str:
-        """Nobody has anything to say: a plain step, and nothing to think about."""
-        self.why = "off:no-guess"
+    def _teaches(self) -> bool:
+        """Is this step learned from? Then whatever its drafters say is asked for, and what is learned hangs on nothing that was believed."""
+        return self.steps <= YOUNG or self.steps % SAMPLE == 0
+
+    def _least(self, name: str, history: int) -> float:
+        """The least chance of a first token that is worth a thought, after such verdicts."""
+        page = self.page
+        return 0.0 if page is None or not page.plain or self._teaches() else self.tables.least(page, name, history, self.thinking / page.plain)
+
+    def _silence(self, unpaid: bool) -> str:
+        """Nobody has anything to say, or nothing that could pay: a plain step, and nothing to think about."""
+        self.why = "off:unpaid" if unpaid else "off:no-guess"
         return self.why
 
     def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
@@ -231,7 +242,7 @@ class Adaptive:
         rows = step.rows if step else [self._row(s) for s in seqs]
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
-        if self.steps <= YOUNG or self.steps % SAMPLE == 0 or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
+        if self._teaches() or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, self.tables.costs.pace))
@@ -297,10 +308,14 @@ class Adaptive:
 
     def _beside(self, record: StepRecord) -> float:
         """Seconds of thinking and drafting: what a step in which nothing was verified would not have taken in plain decoding."""
-        filling = record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) if record.levels else 0.0  # a plan's first code, too
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
-        return _drafting(record) + filling + choosing - self.quickest
+        thinking = choosing - self.quickest
+        if record.levels:
+            thinking += record.seconds.get("draft", 0.0)
+            self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
+            thinking += record.seconds.get("jit", 0.0)  # a plan's first code, too
+        return _drafting(record) + thinking
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)

@@ -3,8 +3,7 @@
 from typing import Any
 
 from outrider.control.controller import Adaptive
-from outrider.control.step import MARGIN
-from outrider.control.tables import LOOKED, UNSEEN, Tables
+from outrider.control.tables import LOOKED, MARGIN, UNSEEN, Tables
 from outrider.measure.cost import Situation
 
 DEPTHS = (1, 2, 4, 8, 16)

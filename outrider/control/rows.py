@@ -2,6 +2,7 @@
 kept of its promises. Knows nothing of costs beyond what asking a drafter costs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
@@ -13,6 +14,7 @@ from outrider.measure.trace import verdicts
 
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
+GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
 WHOLE = 8  # nodes deep that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LENIENT, FADE = 3.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
@@ -49,28 +51,31 @@ def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
 
 
-def awake(seqs: list[Sequence], rows: list[Row], name: str) -> bool | None:
-    """Does any row let this drafter guess now? None: yes, but it has nothing to say. Those that rest come a step nearer to waking."""
-    found: bool | None = False
+def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str, int], float]) -> int:
+    """What the likeliest row lets this drafter do now: GUESSES; UNPAID, what it has to say is less likely than the least
+    that pays (`least`, of a drafter and a row's last verdicts); SILENT, it has nothing to say; RESTS. Those that rest come a step nearer to
+    waking."""
+    found = RESTS
     for seq, row in zip(seqs, rows, strict=True):
         if seq.request.drafters is None or name in seq.request.drafters:
             if left := row.rest.get(name, 0):
                 row.rest[name] = left - 1
-            elif _guesses(seq, row, name):
-                found = True
             else:
-                found = found or None
-                _vain(row, name)
+                found = min(found, said := _said(seq, row, name, least))
+                if said != GUESSES:
+                    _vain(row, name)
     return found
 
 
-def _guesses(seq: Sequence, row: Row, name: str) -> bool:
-    """May a drafter have a guess? What it keeps with a request can tell, if it has `guesses`, once it has read the text."""
-    look = getattr(seq.slots.get(name), "guesses", None)
+def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]) -> int:
+    """May a drafter have a guess worth asking for? What it keeps with a request can tell, if it has `chance`, once it has read the text. Who is looked at
+    seldom, because it rests, is asked whatever it says: what became of it would never be seen."""
+    look = getattr(seq.slots.get(name), "chance", None)
     if look is None or len(seq.tokens) - row.read.get(name, 0) > FAR:
-        return True  # who must read much first asks the guard
+        return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)
-    return bool(look(seq.tokens))
+    chance = look(seq.tokens)
+    return SILENT if chance <= 0 else GUESSES if row.vain.get(name, 0) >= PATIENCE or chance >= least(name, row.history) else UNPAID
 
 
 def _judged(rows: list[Row], record: StepRecord) -> None:

@@ -7,7 +7,7 @@ What does not seem to pay is tried anyway now and then, ever more rarely, within
 
 from outrider.control.rows import PATIENCE, Row
 from outrider.control.step import PROBED, Step
-from outrider.control.tables import BATCH, LOOK, Tables
+from outrider.control.tables import BATCH, LOOK, WARM, Tables
 from outrider.core import tree
 from outrider.core.types import Draft, Sequence, StepRecord
 from outrider.measure.cost import DEEPEST, FAR
@@ -15,7 +15,6 @@ from outrider.measure.cost import DEEPEST, FAR
 RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
-WARM = 32  # the first drafts of a new pair: of it nothing is known yet, and they are verified whole, to the depth WHOLE
 RESERVE = 4.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are

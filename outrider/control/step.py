@@ -4,18 +4,15 @@ A plan's score is (1 + F) / C: tokens expected over what the step costs in plain
 are verified. Prices and chances come from the tables' page; nothing is learned here.
 """
 
-import itertools
-import operator
 from dataclasses import dataclass, field
 
 from outrider.control.predict import LEVELS
 from outrider.control.rows import Row
-from outrider.control.tables import SEEN, Page, Tables
+from outrider.control.tables import MARGIN, SEEN, Page, Tables
 from outrider.core import tree
 from outrider.core.types import Draft, Places
 from outrider.measure.cost import DEEPEST
 
-MARGIN = 0.03  # what a plan must promise more than plain decoding
 PROBED = 2  # levels of a drafter that is tried
 
 
@@ -109,13 +106,15 @@ class Step:
     def _best_of_chain(self, draft: Draft) -> tuple[int, float]:
         """The same of a chain of one row, which is what most steps ask."""
         page, history, alike, p = self.page, self.rows[0].history, (0, -1.0), 0.0
-        chances: list[float] = []
+        gained = survival = 1.0
+        plain = best = 1 / (self.spent + self.plain)
+        at = 0
         for n, (source, score) in enumerate(zip(draft.source[:DEEPEST], draft.score, strict=False), 1):
             if n <= LEVELS or (source, score) != alike:
                 p, alike = max([self.tables.chance(page, name, n, score, history) for name in self.tables.marked(source)]), (source, score)
-            chances.append(p)
-        tokens = itertools.accumulate(itertools.accumulate(chances, operator.mul), initial=1.0)
-        scores = [gained / (self.spent + cost) for gained, cost in zip(tokens, page.verify, strict=False)]
-        plain = scores[0] = 1 / (self.spent + self.plain)
-        best = max(scores)
-        return (scores.index(best), best) if best >= plain * (1 + MARGIN) else (0, plain)
+            survival *= p
+            gained += survival
+            worth = gained / (self.spent + page.verify[n])
+            if worth > best:
+                best, at = worth, n
+        return (at, best) if best >= plain * (1 + MARGIN) else (0, plain)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from outrider.control.hedge import Hedge
-from outrider.control.predict import Counters, bucket, predictor
+from outrider.control.predict import LEVELS, Counters, bucket, predictor
 from outrider.core.types import Draft, StepRecord
 from outrider.measure.cost import DEEPEST, Costs, Situation
 from outrider.measure.trace import by_rank, verdicts
@@ -18,9 +18,13 @@ from outrider.measure.trace import by_rank, verdicts
 UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
 SURE = 0.98  # acceptance of guesses that could hardly be better
+ALIKE = LEVELS + 1  # depth from which on nodes of one score are as likely as each other: no verdict that predictors tell apart was before the draft
 LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
 BATCH = 8  # steps that are learned from together
 LOOKED = 8  # depths weighed before a drafter starts
+CHANCES = [n / 20 for n in range(2, 20)]  # of first tokens, as drafters give them: from which on is it worth asking?
+WARM = 32  # the first drafts of a new pair: of it nothing is known yet, and they are verified whole, to the depth WHOLE
+MARGIN = 0.03  # what a plan must promise more than plain decoding
 SEEN = 3  # last verdicts that predictions tell apart between two pages
 
 
@@ -51,7 +55,8 @@ class Page:
     tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `alone`: by drafter and last two verdicts,
     what starting it promises, once asked. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
-    of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
+    of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
+    that pays, once asked. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
     plain: float
@@ -66,6 +71,7 @@ class Page:
     steady: float
     deepest: int
     alone: dict[str, list[Promise]] = field(default_factory=dict)
+    least: dict[tuple[str, int], float] = field(default_factory=dict)
     known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
     chains: dict[tuple[int, float, float, tuple[int, ...], tuple[float, ...]], tuple[int, float]] = field(default_factory=dict)
 
@@ -152,8 +158,26 @@ class Tables:
                 best = Promise(gained, cost, k)
         return best
 
+    def least(self, page: Page, name: str, history: int, thinking: float) -> float:
+        """The least chance of a first token, as its drafter gives it, with which some depth pays beside plain decoding, though deciding takes `thinking`
+        plain steps; kept for the life of a page."""
+        key = name, history & SEEN
+        if key not in page.least:
+            page.least[key] = 0.0 if self.drafts < WARM else next((c for c in CHANCES if self._pays(page, name, c, history, thinking)), 1.0)
+        return page.least[key]
+
+    def _pays(self, page: Page, name: str, score: float, history: int, thinking: float) -> bool:
+        gained, then, drafting = 1.0, self.chance(page, name, 1, score, history), page.drafting[name]
+        for k in range(1, LOOKED + 1):
+            gained += then
+            if gained * min(page.steady, 1.0) > (1 + MARGIN) * (thinking + drafting[k] + page.verify[k]):
+                return True
+            then *= self.below(name, score) if k == 1 else page.after[name]
+        return False
+
     def chance(self, page: Page, name: str, depth: int, score: float, history: int) -> float:
         """That a node is accepted if its parent is; kept for the life of a page."""
+        depth = min(depth, ALIKE)
         history = past(history, depth)
         key = (name, depth, score, history & SEEN)
         p = page.known.get(key)

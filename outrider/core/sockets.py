@@ -38,8 +38,8 @@ class Model(Protocol):
 
 class Drafter(Protocol):
     """Guesses next tokens. It never decides its own depth. One whose `draws` is False never samples: all it proposes are points. If what
-    it keeps in `seq.slots[name]` has `guesses(tokens) -> bool`, the scheduler looks there before it asks: False means that `extend`
-    would have nothing to say of this text."""
+    it keeps in `seq.slots[name]` has `chance(tokens) -> float`, the scheduler looks there before it asks: how likely the first token is
+    that `extend` would propose for this text, 0 if it would have nothing to say."""
 
     name: str
 

@@ -16,34 +16,35 @@ from outrider.drafters.suffix import Cursor, SuffixIndex
 @dataclass(slots=True)
 class _State:
     index: SuffixIndex
+    floor: float
     cursors: dict[tuple[int, int], Cursor] = field(default_factory=dict)  # (parent, token) of a node -> where its continuation stands
-    cursor: Cursor | None = None  # where the text's own end stood before
-    trust: float = 0.0
+    cursor: Cursor | None = None  # where the text's own end stood before, if that says enough
+    first: float = 0.0  # the chance of what followed there
 
-    def guesses(self, tokens: list[int]) -> bool:
-        """Read what is new in the text. Did its end stand there before?"""
+    def chance(self, tokens: list[int]) -> float:
+        """Read what is new in the text. How likely is the first token of a guess? 0: there is none."""
         if len(tokens) > len(self.index.text):
             self.index.extend(tokens[len(self.index.text) :])
             self.cursor = self.index.match()
-            self.trust = self.cursor.depth / (self.cursor.depth + 1) if self.cursor else 0.0
-        return self.cursor is not None
+            self.first = self.index.follow(self.cursor, 1)[1][0] if self.cursor else 0.0
+            if self.first < self.floor:
+                self.cursor, self.first = None, 0.0
+        return self.first
 
 
 class Lookup:
-    """A Drafter over an index per request. `least`: shortest match that is worth a guess; `cap`: longest looked for.
-
-    The score of a proposal is its share of the occurrences, damped for short matches: one token of context says less
-    than ten.
+    """A Drafter over an index per request. `least`: shortest match that may be worth a guess; `cap`: longest looked for; `floor`: chance
+    of its first token below which there is no guess. The score of a proposal is its chance, by the index.
     """
 
     needs = ("tokens",)
     draws = False
 
-    def __init__(self, name: str = "lookup", *, least: int = 2, cap: int = 24) -> None:
-        self.name, self.least, self.cap = name, least, cap
+    def __init__(self, name: str = "lookup", *, least: int = 1, cap: int = 24, floor: float = 0.2) -> None:
+        self.name, self.least, self.cap, self.floor = name, least, cap, floor
 
     def begin(self, seq: Sequence) -> None:
-        seq.slots[self.name] = _State(SuffixIndex(self.cap, self.least))
+        seq.slots[self.name] = _State(SuffixIndex(self.cap, self.least), self.floor)
 
     def end(self, seq: Sequence) -> None:
         seq.slots.pop(self.name, None)
@@ -63,10 +64,10 @@ class Lookup:
         scores: list[float] = []
         for place in frontier:
             state, cursor = self._at(seqs, draft, place)
-            for token, share, after in state.index.next(cursor, width) if cursor else ():
+            for token, chance, after in state.index.next(cursor, width) if cursor else ():
                 parents.append(place)
                 tokens.append(token)
-                scores.append(share * state.trust)
+                scores.append(chance)
                 state.cursors[place, token] = after
         return tree.grow(draft, parents, tokens, source, score=scores) if tokens else draft
 
@@ -80,9 +81,9 @@ class Lookup:
         state, cursor = self._at(seqs, draft, place)
         if cursor is None:
             return draft
-        tokens, shares, last = state.index.follow(cursor, levels)
+        tokens, chances, last = state.index.follow(cursor, levels)
         all_new = len(draft) + len(tokens)
-        draft = tree.run(draft, place, tokens, source, [share * state.trust for share in shares])
+        draft = tree.run(draft, place, tokens, source, chances)
         if tokens:
             end = all_new - 1 if len(draft) == all_new else tree.descend(draft, place, tokens)
             state.cursors[draft.parent[end], tokens[-1]] = last
@@ -91,5 +92,5 @@ class Lookup:
     def _start(self, seq: Sequence, state: _State) -> Cursor | None:
         """Index what is new in the text and find the match a draft starts from."""
         state.cursors.clear()
-        state.guesses(seq.tokens)
+        state.chance(seq.tokens)
         return state.cursor

@@ -1,7 +1,7 @@
 """An index of a growing text: where did its last words stand before, and what followed them there?
 
-Every place of the text is filed under the `least` tokens before it; a match is lengthened by comparing backwards, as far as `cap`. Filing a
-token costs a fraction of a microsecond, so a prompt is read at once, and looking costs what there are places. Counts over
+Every place of the text is filed under the token before it, and under the two; a match is lengthened by comparing backwards, as far as
+`cap`. Filing a token costs a microsecond, so a prompt is read at once, and looking costs what there are places. Counts over
 them make continuations frequency-weighted (as in SuffixDecoding, 2411.04975). Knows nothing of models or drafts.
 """
 
@@ -9,6 +9,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 RECENT = 64  # places that are looked at, the latest: more say no more, and text that repeats itself has no end of them
+DOUBT, CERTAIN = 2.4, 22  # squared evidence for which a continuation is an even bet; evidence from which on none is left to doubt
+SURE = [x * x / (x * x + DOUBT) for x in range(CERTAIN + 1)]  # by evidence: tokens that match, times places that go on alike
 
 
 class Cursor(NamedTuple):
@@ -21,25 +23,33 @@ class Cursor(NamedTuple):
 
 
 class SuffixIndex:
-    """The index of one text. `extend` grows it; `match`, `next` and `follow` read it."""
+    """The index of one text. `extend` grows it; `match`, `next` and `follow` read it.
+
+    The chance of a continuation is its share of the places, less what doubt remains: one place after one matching token says
+    little, and each token that came true makes the match longer. (Fitted to greedy texts of the reference pair; who uses the
+    chances learns what they are worth.)
+    """
 
     def __init__(self, cap: int = 24, least: int = 1) -> None:
-        self.cap, self.least = cap, least
+        self.cap, self.filed = cap, sorted({max(least, 2), least}, reverse=True)
         self.text: list[int] = []
         self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # of a token that follows these
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens to the text."""
-        text, least, places = self.text, self.least, self.places
-        first = max(len(text) - least, 0)
+        text, places, before = self.text, self.places, len(self.text)
         text += tokens
-        for end, words in enumerate(zip(*(text[first + i : i - least] for i in range(least)), strict=True), first + least):
-            places[words].append(end)
+        for size in self.filed:
+            first = max(before - size, 0)
+            for end, words in enumerate(zip(*(text[first + i : i - size] for i in range(size)), strict=True), first + size):
+                places[words].append(end)
 
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
-        text, depth, end = self.text, self.least, len(self.text)
-        places = self.places.get(tuple(text[-depth:]), [])[-RECENT:]
+        text, end = self.text, len(self.text)
+        for depth in self.filed:
+            if places := self.places.get(tuple(text[-depth:]), [])[-RECENT:]:
+                break
         while places and depth < min(self.cap, end):
             token = text[end - 1 - depth]
             longer = [p for p in places if p > depth and text[p - 1 - depth] == token]
@@ -49,30 +59,30 @@ class SuffixIndex:
         return Cursor(places, depth, []) if places else None
 
     def next(self, cursor: Cursor, width: int) -> list[tuple[int, float, Cursor]]:
-        """Up to `width` continuations (token, share of places, cursor), most frequent first, ties to the latest."""
+        """Up to `width` continuations (token, its chance, cursor), most frequent first, ties to the latest."""
         _, depth, said = cursor
         branches = self._branches(*cursor)
-        total = sum(map(len, branches.values()))
+        total, matched = sum(map(len, branches.values())), depth + len(said)
         best = sorted(branches.items(), key=_weight, reverse=True)[:width]
-        return [(t, len(places) / total, Cursor(places, depth, [*said, t])) for t, places in best]
+        return [(t, len(places) / total * sure(matched * len(places)), Cursor(places, depth, [*said, t])) for t, places in best]
 
     def follow(self, cursor: Cursor, levels: int) -> tuple[list[int], list[float], Cursor]:
-        """The most frequent continuation, up to `levels` tokens: (tokens, shares of places, where it ends)."""
+        """The most frequent continuation, up to `levels` tokens: (tokens, their chances, where it ends)."""
         places, depth, before = cursor
-        said, shares, end = list(before), list[float](), len(self.text)
-        while len(shares) < levels:
-            at = places[0] + len(said) if len(places) == 1 else end
-            if rest := self.text[at : at + levels - len(shares)]:
+        said, chances, end = list(before), list[float](), len(self.text)
+        while len(chances) < levels:
+            at, matched = places[0] + len(said) if len(places) == 1 else end, depth + len(said)
+            if rest := self.text[at : at + levels - len(chances)]:
                 said += rest
-                shares += [1.0] * len(rest)
+                chances += [sure(matched + i) for i in range(len(rest))]
             elif branches := self._branches(places, depth, said):
                 total = sum(map(len, branches.values()))
                 token, places = max(branches.items(), key=_weight)
                 said.append(token)
-                shares.append(len(places) / total)
+                chances.append(len(places) / total * sure(matched * len(places)))
             else:
                 break
-        return said[len(before) :], shares, Cursor(places, depth, said)
+        return said[len(before) :], chances, Cursor(places, depth, said)
 
     def _branches(self, places: list[int], depth: int, said: list[int]) -> dict[int, list[int]]:
         """The places by the token that comes next there. Where the text ends it goes on with what was said if it is in a loop: if the
@@ -84,6 +94,11 @@ class SuffixIndex:
             elif end - p <= depth:
                 out.setdefault(said[p + done - end], []).append(p)
         return out
+
+
+def sure(evidence: int) -> float:
+    """What `evidence` (tokens that match, times places that go on alike) leaves of a share."""
+    return SURE[min(evidence, CERTAIN)]
 
 
 def _weight(branch: tuple[int, list[int]]) -> tuple[int, int]:
