@@ -350,8 +350,8 @@ def test_thinking_counts_in_whether_a_look_pays(thinking: float, share: float) -
     """The same guesses, which are worth a tenth of a plain step each: asked for nearly always where thinking is free, seldom where it takes more than that."""
     of = trace(4, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.25}, texts=4)
     controller = adaptive(of)
-    beside = controller._beside
-    controller._beside = lambda record: beside(record) + thinking * bool(record.levels)
+    beside = controller.accounts.beside
+    controller.accounts.beside = lambda record: beside(record) + thinking * bool(record.levels)
     records = flat(drive(of, controller))
     asked = sum(bool(r.levels) for r in records) / len(records)
     assert asked > share if thinking == 0 else asked < share

@@ -14,7 +14,8 @@ from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
 from outrider.control import rows
-from outrider.control.controller import EARN, LONG, Adaptive
+from outrider.control.accounts import LONG
+from outrider.control.controller import EARN, Adaptive
 from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
@@ -175,7 +176,7 @@ def test_the_ledger() -> None:
 def test_a_request_that_ends_asleep_leaves_nothing_behind() -> None:
     of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, texts=3, length=40)
     drive(of, controller := adaptive(of))
-    assert not controller.ledger.credit and not controller.rows and not controller.slept
+    assert not controller.ledger.credit and not controller.rows and not controller.accounts.slept
 
 
 def test_steps_slept_through_are_filed_by_what_was_before_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +215,7 @@ def test_a_stall_in_a_step_that_stands_for_others_is_charged_once() -> None:
     seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
     stalled = replace(records[-1], seconds={**records[-1].seconds, "choose": 40.0}, reading=replace(records[-1].reading, seconds=41.0))
     controller.ledger.credit["z"] = 0.0
-    controller.slept, controller.calm = [(seqs, stalled if i == 0 else records[-1], ()) for i in range(LONG)], LONG
+    controller.accounts.slept, controller.calm = [(seqs, stalled if i == 0 else records[-1], ()) for i in range(LONG)], LONG
     controller._settle()
     assert controller.ledger.credit["z"] > -41.0
 
@@ -226,9 +227,9 @@ def test_what_speculation_takes_in_a_step_that_verifies_nothing_is_not_plain_dec
     asked = next(r for r in records if r.levels and not any(r.drafted))
     plain = next(r for r in records if not r.levels)
     with_code = lambda r: replace(r, seconds={**r.seconds, "jit": r.seconds.get("jit", 0.0) + 5.0})  # noqa: E731
-    assert asked.reading.seconds - controller._beside(asked) == pytest.approx(1.0)
-    assert controller._beside(with_code(asked)) == pytest.approx(controller._beside(asked) + 5.0)
-    assert controller._beside(with_code(plain)) == controller._beside(plain), "plain decoding needs its code as well"
+    assert asked.reading.seconds - controller.accounts.beside(asked) == pytest.approx(1.0)
+    assert controller.accounts.beside(with_code(asked)) == pytest.approx(controller.accounts.beside(asked) + 5.0)
+    assert controller.accounts.beside(with_code(plain)) == controller.accounts.beside(plain), "plain decoding needs its code as well"
 
 
 @pytest.mark.parametrize("slow", [2.0, 5.0])

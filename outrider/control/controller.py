@@ -7,11 +7,11 @@ Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
 import itertools
-import math
 from collections.abc import Callable
 
+from outrider.control.accounts import Accounts
 from outrider.control.guard import Ledger
-from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, looked, remember
+from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, remember
 from outrider.control.starts import FRESH_RATE, RARELY, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
@@ -22,11 +22,8 @@ from outrider.measure.cost import CALM, DEEPEST, Situation, situation
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 OFF = Plan()
-WEIGHED = ("depth:all", "depth:trimmed")  # reasons of drafts as long as seemed best
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
-FADED = 0.05  # weight of the latest step in what thinking takes
-LONG, SETTLED = 64, 8  # steps without a thought after which they are settled all the same; most of them that are looked at
 
 
 class Adaptive:
@@ -36,20 +33,18 @@ class Adaptive:
 
     def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
         self.tables, self.tier, self.ledger, self.starts = tables, tier, Ledger(slowdown), Starts(tables, cautious)
+        self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}
         self.plans = {(some, depth): _plan(some, depth) for some in _subsets(list(tables.bits)) for depth in REACHES}
         self.step: Step | None = None
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
         self.last: tuple[list[Sequence], StepRecord] | None = None
-        self.slept: list[tuple[list[Sequence], StepRecord, tuple[str, ...]]] = []
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.worth = 0.0  # of a look, in the requests before
-        self.thinking = 0.0  # seconds of it, in steps in which somebody was asked
         self.asleep, self.silent, self.why = 0, False, ""
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
-        self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
 
     # Before drafting.
 
@@ -63,7 +58,7 @@ class Adaptive:
                 self.asleep -= 1
                 return OFF, self.why
             self.asleep = 0  # another batch: nobody said that it should sleep
-        rows = [self._row(s) for s in seqs]
+        rows = self._rows(seqs)
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
         if not names:
@@ -89,7 +84,9 @@ class Adaptive:
     def _least(self, name: str, history: int) -> float:
         """The least chance of a first token that is worth a thought, after such verdicts."""
         page = self.page
-        return 0.0 if page is None or not page.plain or self._teaches() else self.tables.least(page, name, history, self.thinking / page.plain)
+        return (
+            0.0 if page is None or not page.plain or self._teaches() else self.tables.least(page, name, history, self.accounts.thinking / page.plain)
+        )
 
     def _silence(self, unpaid: bool) -> str:
         """Nobody has anything to say, or nothing that could pay: a plain step, and nothing to think about."""
@@ -118,6 +115,9 @@ class Adaptive:
         self.asleep = min(max(int(missing * page.plain * page.spread / earned), SLEEP), EARN) if earned else EARN
         self.why = "off:guard"
         return self.why
+
+    def _rows(self, seqs: list[Sequence]) -> list[Row]:
+        return [self._row(s) for s in seqs]
 
     def _row(self, seq: Sequence) -> Row:
         row = self.rows.get(seq.request.id)
@@ -232,14 +232,13 @@ class Adaptive:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, any(record.drafted)
         if (self.asleep or self.silent) and not record.levels and self.page is not None:  # settled on waking
-            self.slept.append((seqs, record, self.looked))
             self.calm, self.since_plain = self.calm + 1, 0
-            if len(self.slept) >= LONG:
+            if self.accounts.sleep(seqs, record, self.looked):
                 self._settle()
             return
-        if self.slept:
+        if self.accounts.slept:
             self._settle()
-        rows = step.rows if step else [self._row(s) for s in seqs]
+        rows = step.rows if step else self._rows(seqs)
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
         if self._teaches() or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
@@ -249,27 +248,10 @@ class Adaptive:
             if self.page is None or len(self.lessons) >= BATCH:
                 self._digest()
                 self.page = self.tables.page(at)
-        self._charge(seqs, record, step, calm, self.looked)
+        if self.page is not None:
+            self.accounts.charge(self.page, seqs, rows, record, step, calm, self.looked)
         if record.levels:
             self._remember(seqs, rows, record, step)
-
-    def _settle(self) -> None:
-        """Charge what was slept through: some steps, each for those behind it as well, for what is owed for them is what they took."""
-        slept, every = self.slept, -(-len(self.slept) // SETTLED)
-        taken = [(i, *slept[i], self.calm - len(slept) + i >= CALM) for i in range(0, len(slept), max(every, 1))]
-        for i, seqs, record, names, calm in taken:
-            self._charge(seqs, record, None, calm, names, min(every, len(slept) - i))
-        if slept:
-            self._watch([(record, calm) for _, _, record, _, calm in (taken if self.why == "off:guard" else taken[-1:])])
-        self.slept = []
-
-    def _watch(self, records: list[tuple[StepRecord, bool]]) -> None:
-        """Plain steps without a thought say what plain steps cost now: if the machine has become slow, it is here that this must be seen."""
-        page, costs = self.page, self.tables.costs
-        assert page is not None
-        for record, calm in records:
-            costs.verified(page.at, 0, (record.reading.seconds - record.seconds.get("prefill", 0.0)) / costs.pace, calm)
-        page.plain = costs.verify[page.at].line[0] * costs.pace
 
     def _remember(self, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
@@ -279,51 +261,12 @@ class Adaptive:
             self.starts.used(step, seqs, record)
         remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
 
-    def _charge(self, seqs: list[Sequence], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...], times: int = 1) -> None:
-        """Where nothing was verified, plain decoding would have taken as long, but for thinking, drafting and caches that wider steps
-        left cold: the step's own clock says what was owed for it, whatever the machine's pace is now. `names`: who was looked at; `times`: so many steps
-        like this one."""
-        page = self.page
-        if page is None:
-            return
-        took, owed, bad_case, nodes = record.reading.seconds - record.seconds.get("prefill", 0.0), page.owed, None, min(max(record.drafted), DEEPEST)
-        spent, own, beside = took, took - _drafting(record) - record.seconds.get("jit", 0.0), self._beside(record)
-        if times > 1:
-            beside = min(beside, page.plain)  # one stall is no other step's
-        worth = -beside / page.plain if page.plain else 0.0
-        if not nodes:
-            bare = self.ledger.plainly(took - beside, owed * page.spread)
-            spent, owed = bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
-            page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
-        elif step is not None:
-            bad_case = step.room * page.plain * page.spread
-            spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
-            worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
-        for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, owed, tokens * times, spent * times, bad_case)
-        if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
-            looked([self._row(s) for s in seqs], names, worth, times)
-        if expected := page.plain * (page.seconds[nodes] if nodes else page.steady if calm else 1.0):
-            page.plain *= self.tables.costs.felt(own / expected)
-
-    def _beside(self, record: StepRecord) -> float:
-        """Seconds of thinking and drafting: what a step in which nothing was verified would not have taken in plain decoding."""
-        choosing = record.seconds.get("choose", 0.0)
-        self.quickest = min(choosing, 1.001 * self.quickest)
-        thinking = choosing - self.quickest
-        if record.levels:
-            thinking += record.seconds.get("draft", 0.0)
-            self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
-            thinking += record.seconds.get("jit", 0.0)  # a plan's first code, too
-        return _drafting(record) + thinking
+    def _settle(self) -> None:
+        self.accounts.settle(self.page, self._rows, self.calm, guarded=self.why == "off:guard")
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
-
-
-def _drafting(record: StepRecord) -> float:
-    return sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
 
 
 def _longest(draft: Draft) -> int:
