@@ -14,7 +14,7 @@ from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
 from outrider.control import rows
-from outrider.control.accounts import LONG
+from outrider.control.accounts import LONG, SETTLED
 from outrider.control.controller import EARN, Adaptive
 from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.tables import Tables
@@ -208,16 +208,18 @@ def test_plain_steps_earn_by_their_own_clock(pace: float, monkeypatch: pytest.Mo
     assert controller.ledger.credit["w0"] - before == pytest.approx(ALLOWANCE * sum(r.reading.seconds for r in records), rel=0.05)
 
 
-def test_a_stall_in_a_step_that_stands_for_others_is_charged_once() -> None:
-    """Of a long sleep some steps are looked at, each for those behind it; that one of them was held up while choosing says nothing of those."""
+@pytest.mark.parametrize("where", [0, 1, LONG // SETTLED, LONG - 1])
+def test_what_was_thought_in_a_step_that_is_slept_through_is_charged_once(where: float) -> None:
+    """Of a long sleep some steps are looked at, each for those behind it; what was thought in one, most of all in that in which sleeping was decided, was
+    thought in no other."""
     of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, length=60)
     (records,) = drive(of, controller := adaptive(of))
     seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
-    stalled = replace(records[-1], seconds={**records[-1].seconds, "choose": 40.0}, reading=replace(records[-1].reading, seconds=41.0))
+    thought = replace(records[-1], seconds={**records[-1].seconds, "choose": 40.0}, reading=replace(records[-1].reading, seconds=41.0))
     controller.ledger.credit["z"] = 0.0
-    controller.accounts.slept, controller.calm = [(seqs, stalled if i == 0 else records[-1], ()) for i in range(LONG)], LONG
+    controller.accounts.slept, controller.calm = [(seqs, thought if i == where else records[-1], ()) for i in range(LONG)], LONG
     controller._settle()
-    assert controller.ledger.credit["z"] > -41.0
+    assert controller.ledger.credit["z"] == pytest.approx(ALLOWANCE * LONG - 40.0, abs=0.1)
 
 
 def test_what_speculation_takes_in_a_step_that_verifies_nothing_is_not_plain_decodings() -> None:

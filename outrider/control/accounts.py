@@ -35,31 +35,34 @@ class Accounts:
         return len(self.slept) >= LONG
 
     def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], calm: int, *, guarded: bool) -> None:
-        """Charge what was slept through: some steps, each for those behind it as well, for what is owed for them is what they took. `calm`: plain
-        steps in a row by now; `guarded`: it is these steps that must show whether the machine has become slow."""
+        """Charge what was slept through: some steps, each for those behind it as well, for what is owed for them is what they took; what was thought
+        in any of them is counted as it was. `calm`: plain steps in a row by now; `guarded`: it is these steps that must show whether the machine
+        has become slow."""
         slept, every = self.slept, -(-len(self.slept) // SETTLED)
-        taken = [(i, *slept[i], calm - len(slept) + i >= CALM) for i in range(0, len(slept), max(every, 1))]
+        taken = [(slept[i : i + every], calm - len(slept) + i >= CALM) for i in range(0, len(slept), max(every, 1))]
         self.slept = []
         if page is None or not slept:
             return
-        for i, seqs, record, names, quiet in taken:
-            self.charge(page, seqs, rows(seqs), record, None, quiet, names, min(every, len(slept) - i))
-        for _, _, record, _, quiet in taken if guarded else taken[-1:]:
+        for (first, *behind), quiet in taken:
+            looks = [names for _, _, names in (first, *behind) if names]
+            others = [record for _, record, _ in behind]
+            self.charge(page, first[0], rows(first[0]), first[1], None, quiet, looks[0] if looks else (), others, len(looks))
+        for ((_, record, _), *_), quiet in taken if guarded else taken[-1:]:
             self.tables.costs.verified(page.at, 0, _own(record) / self.tables.costs.pace, quiet)
         page.plain = self.tables.costs.verify[page.at].line[0] * self.tables.costs.pace
 
     def charge(
-        self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...], times: int = 1
+        self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...],
+        others: list[StepRecord] | None = None, looks: int = 1,
     ) -> None:  # fmt: skip
-        """What a step gave and took. `names`: who was looked at; `times`: so many steps like this one."""
+        """What a step gave and took. `others`: plain steps like it, but for what was thought in them; `names`: who was looked at in `looks` of them."""
         took, owed, bad_case, nodes = _own(record), page.owed, None, min(max(record.drafted), DEEPEST)
         spent, own, beside = took, took - drafting_of(record) - record.seconds.get("jit", 0.0), self.beside(record)
-        if times > 1:
-            beside = min(beside, page.plain)  # one stall is no other step's
-        worth = -beside / page.plain if page.plain else 0.0
+        thought, times = beside + sum([self.beside(other) for other in others or ()]), 1 + len(others or ())
+        worth = -thought / max(looks, 1) / page.plain if page.plain else 0.0
         if not nodes:
             bare = self.ledger.plainly(took - beside, owed * page.spread)
-            spent, owed = bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
+            spent, owed = bare + thought / times, bare * (1.0 if calm else min(page.steady, 1.0))
             page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
         elif step is not None:
             bad_case = step.room * page.plain * page.spread
@@ -68,7 +71,7 @@ class Accounts:
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.charge(seq.request.id, owed, tokens * times, spent * times, bad_case)
         if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
-            looked(rows, names, worth, times)
+            looked(rows, names, worth, looks)
         if expected := page.plain * (page.seconds[nodes] if nodes else page.steady if calm else 1.0):
             page.plain *= self.tables.costs.felt(own / expected)
 
