@@ -4,6 +4,7 @@ and chances for the present situation comes out.
 Records are taken in a handful at a time: the work is the same, and code that has just run runs several times faster.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -163,7 +164,8 @@ class Tables:
         plain steps; kept for the life of a page."""
         key = name, history & SEEN
         if key not in page.least:
-            page.least[key] = 0.0 if self.drafts < WARM else next((c for c in CHANCES if self._pays(page, name, c, history, thinking)), 1.0)
+            pays = bisect_left(CHANCES, True, key=lambda c: self._pays(page, name, c, history, thinking))
+            page.least[key] = 0.0 if self.drafts < WARM else CHANCES[pays] if pays < len(CHANCES) else 1.0
         return page.least[key]
 
     def _pays(self, page: Page, name: str, score: float, history: int, thinking: float) -> bool:

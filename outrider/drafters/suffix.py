@@ -40,9 +40,8 @@ class SuffixIndex:
         text, places, before = self.text, self.places, len(self.text)
         text += tokens
         for size in self.filed:
-            first = max(before - size, 0)
-            for end, words in enumerate(zip(*(text[first + i : i - size] for i in range(size)), strict=True), first + size):
-                places[words].append(end)
+            for end in range(max(before, size), len(text)):
+                places[tuple(text[end - size : end])].append(end)
 
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
