@@ -13,10 +13,12 @@ from contracts import request
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
+from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED
 from outrider.control.controller import EARN, Adaptive
 from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
+from outrider.control.rows import awake
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
 from outrider.drafters.lookup import Lookup
@@ -134,16 +136,31 @@ def test_nothing_is_admitted_when_the_credit_is_gone() -> None:
 
 
 def test_credit_is_earned_without_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thinking in every step would cost what a step earns."""
+    """Thinking in every step would cost what a step earns, and who cannot be paid is not looked at: only when there is credit for a draft, and once more, for
+    at first it does not suffice for the reading as well."""
     of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.8})
-    controller, looks = adaptive(of), []
+    controller, thoughts, looks = adaptive(of), [], []
     drive(of, controller)
     controller.ledger.credit["w0"] = -3.0
-    left = Ledger.left
-    monkeypatch.setattr(Ledger, "left", lambda *how: looks.append(how) or left(*how))
+    left, start = Ledger.left, controller.steps
+    monkeypatch.setattr(Ledger, "left", lambda *how: thoughts.append(controller.steps - start) or left(*how))
+    monkeypatch.setattr(controllers, "awake", lambda *how: looks.append(controller.steps - start) or awake(*how))
     records = drive(of, controller)[0]
     poor = next(i for i, r in enumerate(records) if r.levels)
-    assert poor > 40 and sum(1 for _ in looks) <= poor // EARN + len(records) - poor + 1
+    assert poor > 40 and sum(at <= poor for at in thoughts) <= poor // EARN + 2 and sum(at <= poor for at in looks) <= 2
+
+
+def test_what_is_earned_is_more_than_what_waking_takes() -> None:
+    """Where thinking takes as much as five plain steps earn, it is thought again when several times that is earned."""
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.8})
+    controller = adaptive(of)
+    drive(of, controller)
+    page = controller.page
+    assert page is not None
+    for thinking, least in ((0.0, 3), (5 * ALLOWANCE, 20), (50 * ALLOWANCE, EARN)):
+        controller.accounts.thinking = thinking
+        controller._earn(1e-6, page)
+        assert controller.asleep == pytest.approx(least, abs=1)
 
 
 def test_who_is_too_dear_does_not_keep_a_cheap_one_from_being_looked_at() -> None:

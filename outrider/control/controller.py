@@ -23,6 +23,7 @@ REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure 
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 OFF = Plan()
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
+THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again
 SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 
 
@@ -58,17 +59,17 @@ class Adaptive:
                 self.asleep -= 1
                 return OFF, self.why
             self.asleep = 0  # another batch: nobody said that it should sleep
-        rows = self._rows(seqs)
+        rows, page = self._rows(seqs), self._page(self._situation(seqs))
+        room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread) if page else 0.0
+        if page and not page.outdated and (missing := page.seconds[1] + min([line[1] for line in page.drafting.values()]) - room) > 0:
+            return OFF, self._earn(missing, page)  # nobody could be paid: what they would say is not looked at
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
         if not names:
-            self._page(self._situation(seqs))
             self.silent = bool(self.looked)
             return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(seqs, rows)
-        page = self._page(self._situation(seqs))
         if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
-        room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
@@ -110,9 +111,11 @@ class Adaptive:
         return "off:guard"
 
     def _earn(self, missing: float, page: Page) -> str:
-        """Plain steps until there is credit again, and no thinking in them: it would cost as much as they earn."""
-        earned = self.ledger.allowance * page.owed
-        self.asleep = min(max(int(missing * page.plain * page.spread / earned), SLEEP), EARN) if earned else EARN
+        """Plain steps until there is credit again, and no thinking in them: it would cost as much as they earn. When they are over it is thought again, and
+        that takes a part of what was earned: a small one."""
+        earned, thinking = self.ledger.allowance * page.owed, self.accounts.thinking
+        needed = max(missing * page.plain * page.spread + thinking, THOUGHT * thinking)
+        self.asleep = min(max(int(needed / earned), SLEEP), EARN) if earned else EARN
         self.why = "off:guard"
         return self.why
 
