@@ -133,7 +133,7 @@ def written(source: Callable[[str], ModuleOp], plans: Callable[[], Plan], rule: 
     """The texts of three requests under a program, the records of their steps, and the engine."""
     target = ToyModel(VOCAB, 5, rows=rows, scale=1.5)
     drafters = {
-        "lookup": Lookup(least=1),
+        "lookup": Lookup(floor=0.0),
         "model": ModelDrafter(ToyModel(VOCAB, 5, rows=rows, scale=1.5, blend=(8, 0.4), name="draft"), "model"),
         "weak": ModelDrafter(ToyModel(VOCAB, 77, rows=rows, name="weak draft"), "weak"),
     }

@@ -149,7 +149,8 @@ def test_lookup_prefers_the_frequent_continuation():
 
 
 @pytest.mark.parametrize(("how", "text", "guess"), [
-    ({}, [1, 5, 6, 1], [5]), ({"least": 2}, [1, 5, 6, 1], []), ({"floor": 0.3}, [1, 5, 6, 1], []), ({}, [1, 5, 1, 6, 1], []), ({}, [1, 5, 6, 7], []),
+    ({}, [1, 5, 6, 1], []), ({"floor": 0.2}, [1, 5, 6, 1], [5]), ({"floor": 0.2, "least": 2}, [1, 5, 6, 1], []), ({}, [1, 5, 6, 1, 5, 7, 1], [5]),
+    ({"floor": 0.2}, [1, 5, 1, 6, 1], []), ({"floor": 0.0}, [1, 5, 6, 7], []),
 ])  # fmt: skip
 def test_lookup_has_no_guess_that_is_too_unlikely(how: dict, text: list[int], guess: list[int]) -> None:
     seq, lookup = sequence(text), Lookup(**how)

@@ -196,7 +196,7 @@ class Bench:
         self.target = Table(vocab, 1, order=None, scale=0.7, rows=1, context=16, name="target")
         draft = Table(vocab, 1, order=None, scale=0.7, blend=(2, 0.5), rows=1, context=16, name="model")
         other = Table(vocab, 3, order=1, scale=0.7, rows=1, context=16, name="other")
-        self.drafters = {"lookup": Lookup(least=1), "model": ModelDrafter(draft), "other": ModelDrafter(other, "other")}
+        self.drafters = {"lookup": Lookup(floor=0.0), "model": ModelDrafter(draft), "other": ModelDrafter(other, "other")}
         self.patch = monkeypatch
 
     def law(self, plan: Plan, sampling: SamplingParams, ends: frozenset[int], steps: int) -> Law:

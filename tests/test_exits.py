@@ -32,7 +32,7 @@ def engine(name: str, plan: Plan | None, rows: int = 3, **how: Any) -> Engine:
     check(view)
     turn = iter(range(10**6))
     control = fixed(plan) if plan is not None else Told(lambda seqs: (PLANS[next(turn) % len(PLANS)], "turn"))
-    return Engine(target, {"lookup": Lookup(least=1), NAME: ModelDrafter(view, NAME)}, control, rows, **how)
+    return Engine(target, {"lookup": Lookup(floor=0.0), NAME: ModelDrafter(view, NAME)}, control, rows, **how)
 
 
 def asked(**how: Any) -> list[Any]:

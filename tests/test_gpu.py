@@ -36,7 +36,7 @@ def test_contract_on_the_gpu(name):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "rule": "coupled"}], ids=["greedy", "coupled"])
 def test_speculative_text_is_plain_text_on_the_gpu(sampling):
     target = on_gpu("llama", "target")
-    drafters = {"lookup": Lookup(least=1), "model": ModelDrafter(on_gpu("llama", "draft", noise=0.15), "model")}
+    drafters = {"lookup": Lookup(floor=0.0), "model": ModelDrafter(on_gpu("llama", "draft", noise=0.15), "model")}
     asked = [request([3, 1, 4, 1, 5][:n], f"g{n}", seed=n, max_tokens=24, **sampling) for n in (2, 5, 3)]
     plan = Plan((("lookup", 3, 1), ("model", 3, 2)))
     assert [s.generated for s in run(Engine(target, drafters, fixed(plan), 3), asked)] == plain(target, asked)

@@ -102,7 +102,7 @@ def test_greedy_equals_plain_for_every_class(name):
     The twin is perturbed so that some drafts are rejected. Seeds are free of near-ties (checked on the plain run).
     """
     target = zoo.model(name, label="target", chunk=8)
-    drafters = {"lookup": Lookup(least=1), "model": ModelDrafter(zoo.model(name, label="draft", noise=0.15, chunk=8), "model")}
+    drafters = {"lookup": Lookup(floor=0.0), "model": ModelDrafter(zoo.model(name, label="draft", noise=0.15, chunk=8), "model")}
     asked = [request([3, 1, 4, 1, 5, 9, 2, 6][:n] * 2, f"z{n}", max_tokens=20) for n in (2, 8, 5, 3)]
     want = plain(target, asked)
     for r, text in zip(asked, want, strict=True):
@@ -140,7 +140,7 @@ def test_every_cache_equals_a_recomputed_one_after_every_step(name):
     """Law 8 (B1, B5, B6, B7): target and draft, random plans, pauses, rows that come and go."""
     rng = np.random.default_rng(2)
     target, twin = zoo.model(name, label="target"), zoo.model(name, label="draft", noise=0.15)
-    engine = Engine(target, {"lookup": Lookup(least=1), "model": ModelDrafter(twin, "model")}, fixed(Plan()), 3)
+    engine = Engine(target, {"lookup": Lookup(floor=0.0), "model": ModelDrafter(twin, "model")}, fixed(Plan()), 3)
     seqs = [engine.submit(request(rng.integers(0, zoo.VOCAB, n).tolist(), f"c{n}", max_tokens=16 + n)) for n in (3, 6, 2, 5)]
     compared = 0
     while any(s.finish_reason is None for s in seqs):

@@ -249,7 +249,7 @@ def test_other_classes_keep_their_bits_too(name, dtype):
 
     target, twin = zoo.model(name, dtype=dtype, label="target"), zoo.model(name, dtype=dtype, label="draft", noise=0.05)
     target.pin()
-    drafters = {"lookup": Lookup(least=1), "model": ModelDrafter(twin, "model")}
+    drafters = {"lookup": Lookup(floor=0.0), "model": ModelDrafter(twin, "model")}
     rt = SimpleNamespace(engine=Engine(target, drafters, fixed(Plan()), 2, strict=True))
     asked = [request([3, 1, 4, 1, 5, 9, 2, 6][:n], f"c{n}", max_tokens=20) for n in (8, 2, 5)]
     plain = [run_with(rt, Plan(), [r]) for r in asked]

@@ -43,7 +43,7 @@ class Lookup:
     needs = ("tokens",)
     draws = False
 
-    def __init__(self, name: str = "lookup", *, least: int = 1, cap: int = 24, floor: float = 0.2) -> None:
+    def __init__(self, name: str = "lookup", *, least: int = 1, cap: int = 24, floor: float = 0.5) -> None:
         self.name, self.least, self.cap, self.floor = name, least, cap, floor
 
     def begin(self, seq: Sequence) -> None:
