@@ -29,7 +29,7 @@ def toy_engine(rows: int = 4) -> Engine:
     target = ToyModel(VOCAB, 5, rows=rows, scale=1.5)
     drafters = {
         "model": ModelDrafter(ToyModel(VOCAB, 5, rows=rows, scale=1.5, blend=(8, 0.4), name="draft"), "model"),
-        "lookup": Lookup(),
+        "lookup": Lookup(floor=0.2),
         "weak": ModelDrafter(ToyModel(VOCAB, 77, rows=rows, name="weak draft"), "weak"),
     }
     return Engine(target, drafters, fixed(Plan()), rows)

@@ -29,7 +29,7 @@ close = functools.partial(ToyModel, VOCAB, 5, blend=(6, 0.25), name="draft")
 def toy_engine(draft: Callable[..., ToyModel] = close, *, depth: int = 4, rows: int = 4, target: ToyModel | None = None) -> Engine:
     """A toy target with a model drafter and, after it, lookup."""
     target = target or ToyModel(VOCAB, 5, rows=rows)
-    parts = {"model": ModelDrafter(draft(rows=rows)), "lookup": Lookup()}
+    parts = {"model": ModelDrafter(draft(rows=rows)), "lookup": Lookup(floor=0.2)}
     return Engine(target, parts, fixed(Plan((("model", depth, 1),))), rows)
 
 
