@@ -11,6 +11,7 @@ from contracts import check_drafter, random_draft, request, run, sequence
 
 from outrider.control.fixed import fixed
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.tree import roots
@@ -157,6 +158,14 @@ def test_lookup_has_no_guess_that_is_too_unlikely(how: dict, text: list[int], gu
     lookup.begin(seq)
     draft = lookup.extend([seq], Draft(rows=1), roots(1), 1, 1, Settings.of([seq]), RowNoise(*np.zeros((3, 1), np.int64)))
     assert draft.token == guess and seq.slots["lookup"].chance(seq.tokens) == (draft.score[0] if guess else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "named"), [({"least": 0}, "least=0"), ({"least": 30}, "least=30"), ({"floor": 1.5}, "floor=1.5"), ({"floor": float("nan")}, "floor=nan")]
+)
+def test_a_lookup_that_could_not_be_is_refused_by_name(how: dict, named: str) -> None:
+    with pytest.raises(OutriderError, match=named):
+        Lookup(**how)
 
 
 @pytest.mark.parametrize("seed", range(10))

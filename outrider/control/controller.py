@@ -61,7 +61,7 @@ class Adaptive:
             self.asleep = 0  # another batch: nobody said that it should sleep
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread) if page else 0.0
-        if page and not page.outdated and (missing := page.seconds[1] + min([line[1] for line in page.drafting.values()]) - room) > 0:
+        if page and not page.outdated and (missing := page.seconds[1] + min([line[1] for line in page.drafting.values()], default=0.0) - room) > 0:
             return OFF, self._earn(missing, page)  # nobody could be paid: what they would say is not looked at
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])

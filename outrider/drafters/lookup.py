@@ -7,6 +7,7 @@ certain of what it proposes and samples nothing.
 from dataclasses import dataclass, field
 
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Outcome, Places, Sequence
@@ -38,12 +39,20 @@ class _State:
 class Lookup:
     """A Drafter over an index per request. `least`: shortest match that may be worth a guess; `cap`: longest looked for; `floor`: chance
     of its first token below which there is no guess. The score of a proposal is its chance, by the index.
+
+    Raises OutriderError for a match of no token, one longer than the cap, and a chance outside 0..1.
     """
 
     needs = ("tokens",)
     draws = False
 
     def __init__(self, name: str = "lookup", *, least: int = 1, cap: int = 24, floor: float = 0.5) -> None:
+        if not (1 <= least <= cap and 0 <= floor <= 1):
+            raise OutriderError(
+                f"Lookup(least={least}, cap={cap}, floor={floor})",
+                "a match has at least one token, a chance lies in 0..1",
+                "1 <= least <= cap, 0 <= floor <= 1",
+            )
         self.name, self.least, self.cap, self.floor = name, least, cap, floor
 
     def begin(self, seq: Sequence) -> None:

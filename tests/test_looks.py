@@ -1,0 +1,85 @@
+"""Law: drafters are looked at where that can pay, and asked only for what is likely enough; whoever becomes right is seen to be."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from contracts import sequence
+from test_controller import FREE, flat, lookups
+from written import adaptive, costs, drive, linear, trace
+
+from outrider.control.controller import SAMPLE, YOUNG
+from outrider.control.rows import GUESSES, PATIENCE, RESTS, SILENT, UNPAID, Row, awake
+from outrider.core.types import Sequence
+
+
+class Says:
+    """What a drafter keeps with a request, and may tell."""
+
+    def __init__(self, answer: float) -> None:
+        self.answer, self.asked = answer, 0
+
+    def chance(self, tokens: list[int]) -> float:
+        self.asked += 1
+        return self.answer
+
+
+def test_a_drafter_is_looked_at_before_it_is_asked() -> None:
+    """One row with a guess wakes it for all; who cannot tell, or must read much first, is asked; looking in vain leads to rest."""
+
+    def made(name: str, answer: float | None, read: int = 90) -> tuple[Sequence, Row]:
+        seq = sequence([0] * 100, name)
+        if answer is not None:
+            seq.slots["lookup"] = Says(answer)
+        return seq, Row(read={"lookup": read})
+
+    def told(*pairs: tuple[Sequence, Row], least: float = 0.5) -> int:
+        return awake([s for s, _ in pairs], [r for _, r in pairs], "lookup", lambda name, history: least)
+
+    (no, row), yes, unread, dumb, hardly = made("a", 0.0), made("b", 0.5), made("c", 0.0, read=0), made("d", None), made("e", 0.4)
+    assert told((no, row)) == SILENT and told((no, row), yes) == GUESSES and told(yes, (no, row)) == GUESSES
+    assert told(unread) == GUESSES and unread[0].slots["lookup"].asked == 0 and told(dumb) == GUESSES
+    assert told(hardly) == UNPAID and told(hardly, yes) == GUESSES and told(hardly, least=0.4) == GUESSES and hardly[1].vain["lookup"] == 2
+    assert row.vain["lookup"] == 3 and row.read["lookup"] == 100
+    while not row.rest.get("lookup"):
+        assert told((no, row)) == SILENT
+    assert row.vain["lookup"] == PATIENCE and told((no, row)) == RESTS and told((no, row), yes) == GUESSES and told((no, row), hardly) == UNPAID
+
+
+@pytest.mark.parametrize(("thinking", "share"), [(0.0, 0.9), (0.3, 0.25)])
+def test_thinking_counts_in_whether_a_look_pays(thinking: float, share: float) -> None:
+    """The same guesses, which are worth a tenth of a plain step each: asked for nearly always where thinking is free, seldom where it takes more than that."""
+    of = trace(4, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.25}, texts=4)
+    controller = adaptive(of)
+    beside = controller.accounts.beside
+    controller.accounts.beside = lambda record: beside(record) + thinking * bool(record.levels)
+    records = flat(drive(of, controller))
+    asked = sum(bool(r.levels) for r in records) / len(records)
+    assert asked > share if thinking == 0 else asked < share
+
+
+def test_guesses_too_unlikely_to_pay_are_not_asked_for() -> None:
+    """Every second guess is nearly always wrong, and its drafter knows it: of those only the ones are asked for that teach, or follow a rest."""
+    of = trace(5, costs(linear(0.2), FREE), {"lookup": lambda t, d: 0.9 if t // 4 % 2 else 0.1}, length=3000)
+    controller, hardly = adaptive(of), Counter[tuple[bool, bool]]()
+    guesses, done = of.texts[0].guesses["lookup"], 0
+    for i, r in enumerate(flat(drive(of, controller)), 1):
+        if r.reason not in ("off:resting", "off:guard", "probe:plain") and i > YOUNG and guesses[done][0]:
+            low = guesses[done][1][0] < 0.5
+            assert not low or r.levels or r.reason == "off:unpaid"
+            hardly[low, bool(r.levels)] += 1
+        done += r.emitted[0]
+    assert hardly[False, True] > 100 and not hardly[False, False]
+    assert hardly[True, False] > 100 and hardly[True, True] < 2 * (hardly[True, False] + hardly[True, True]) / SAMPLE
+
+
+def test_what_a_first_token_must_promise_grows_with_what_deciding_takes() -> None:
+    of = lookups(linear(0.2), 0.6)
+    tables = adaptive(of).tables
+    page = tables.page(next(iter(tables.costs.verify)))
+    assert page is not None
+    asked = [tables.least(replace(page, least={}), "lookup", 0, thinking) for thinking in (0.0, 0.2, 0.5, 1.0, 50.0)]
+    assert asked == sorted(asked) and len(set(asked)) == 5 and asked[-1] == 1.0
+    assert tables.least(page, "lookup", 0, 0.5) == asked[2] == tables.least(page, "lookup", 0, 1.0), "kept for the life of a page"
+    tables.drafts = 0
+    assert tables.least(replace(page, least={}), "lookup", 0, 0.5) == 0, "of a new pair everything is asked"
