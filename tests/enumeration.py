@@ -7,15 +7,17 @@ Invariant: within a step no address of the noise is asked for twice, for then tw
 
 import math
 from collections.abc import Callable, Collection, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.core.noise import ACCEPT
-from outrider.core.types import Ints, SamplingParams
+from outrider.core.sampling import Settings
+from outrider.core.types import Draft, Ints, Outcome, Request, SamplingParams, Scores, Sequence
 from outrider.models.toy import ToyModel
+from outrider.verify.host import Walk
 
 Text = tuple[int, ...]
 Law = dict[Text, float]
@@ -60,11 +62,37 @@ class Enumerator:
         self._ask(purpose, row, index)
         return torch.tensor([self.choose(weights) for weights in p.tolist()])
 
+    def flip_one(self, p: float, row: int, index: int) -> bool:
+        return bool(self.flip(torch.tensor([p], dtype=torch.float64), np.array([row]), np.array([index])))
+
+    def draw_one(self, weights: np.ndarray, row: int, purpose: int, index: int) -> int:
+        return int(self.draw(torch.from_numpy(weights)[None], np.array([row]), purpose, np.array([index])))
+
     def next_script(self) -> list[int] | None:
         trail = list(self.trail)
         while trail and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         return [turn for turn, _ in trail[:-1]] + [trail[-1][0] + 1] if trail else None
+
+
+class OnHost:
+    """A rule as `Walk` applies it, place by place."""
+
+    lossless = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> "OnHost":
+        return self
+
+    def __repr__(self) -> str:
+        return f"{self.name} on the host"
+
+    def accept(self, draft: Draft, logp: Tensor, noise: Any) -> Outcome:
+        sampling = SamplingParams(temperature=float(self.name != "greedy"))
+        settings = Settings.of([Sequence(Request(str(r), (0,), sampling, 0, self.name), [0]) for r in range(draft.rows)])
+        return Walk(draft, Scores(logp.contiguous()), settings, noise, self.name).outcome()
 
 
 def law(run: Callable[[Enumerator], T]) -> dict[T, float]:

@@ -1,7 +1,8 @@
 """Law: whatever was drafted, and however, the text of the `exact` rule has the distribution of plain decoding.
 
 Proved by enumeration, to 1e-9 in total variation: for the rule alone on hand-made drafts, and for the engine over
-consecutive steps with real drafters and every processor at every position of a block.
+consecutive steps with real drafters and every processor at every position of a block; place by place on the host, and
+vectorised, as where logits lie on a device.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from enumeration import Enumerator, Law, Next, Table, Text, completed, distance, law, plain
+from enumeration import Enumerator, Law, Next, OnHost, Table, Text, completed, distance, law, plain
 
 from outrider.control.fixed import fixed
+from outrider.core import sampling as sampling_module
 from outrider.core import tree
 from outrider.core.noise import DRAFT
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Plan, Request, SamplingParams
@@ -24,6 +26,14 @@ from outrider.verify.exact import MultiRound
 
 Levels = list[list[tuple[int, int]]]  # per depth: (kind, width) of the siblings below every place, in array order
 WARM = SamplingParams(temperature=1.0)
+EXACT = {"host": OnHost("exact"), "device": MultiRound()}
+
+
+@pytest.fixture(autouse=True, params=EXACT)
+def hand(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where verdicts are made."""
+    monkeypatch.setattr(sampling_module, "HOST", ("cpu",) if request.param == "host" else ())
+    return request.param
 
 
 # --- the rule alone, on drafts made here ---
@@ -61,11 +71,15 @@ def propose(levels: Levels, q: Next, noise: Enumerator, goes_on: Callable[[Text]
     return draft, texts
 
 
+def _exact() -> OnHost | MultiRound:
+    return EXACT["host" if sampling_module.HOST else "device"]
+
+
 def rule_law(levels: Levels, p: Next, q: Next, goes_on: Callable[[Text], bool] = lambda text: True) -> Law:
     def run(noise: Enumerator) -> Text:
         draft, texts = propose(levels, q, noise, goes_on)
         logp = torch.tensor([p(t) for t in texts], dtype=torch.float64).log()
-        outcome = MultiRound().accept(draft, logp, noise)
+        outcome = _exact().accept(draft, logp, noise)
         return (*draft.text(outcome.paths[0]), outcome.bonus[0])
 
     return law(run)
@@ -177,7 +191,7 @@ def test_forgetting_a_sampled_token_changes_the_law() -> None:
     def run(noise: Enumerator) -> Text:
         draft, _ = propose([[(SAMPLED, 1)]], lambda text: q, noise, lambda text: True)
         draft = draft if q[draft.token[0]] >= 0.5 else Draft(rows=1)
-        outcome = MultiRound().accept(draft, p[: 1 + len(draft)].log(), noise)
+        outcome = _exact().accept(draft, p[: 1 + len(draft)].log(), noise)
         return (*draft.text(outcome.paths[0]), outcome.bonus[0])
 
     first = sum(w for text, w in law(run).items() if text[0] == 0)

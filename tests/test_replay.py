@@ -29,7 +29,7 @@ from outrider.models.toy import ToyModel
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
 
-PROMPTS = [Prompt("a", "x", "the fox and the fox and the fox", None, 0.0), Prompt("b", "y", "she sells she sells", None, 0.8)]
+PROMPTS = [Prompt("a", "x", "the fox and the fox and the fox", None, 0.0), Prompt("b", "y", "she sells she sells", None, 1.2)]
 PLANS = [(), (("lookup", 4, 1),), (("model", 1, 1),), (("model", 5, 1),), (("lookup", 3, 1), ("model", 4, 1))]
 
 

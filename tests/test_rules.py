@@ -9,20 +9,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from enumeration import Enumerator, Table, law, plain
+from enumeration import Enumerator, OnHost, Table, law, plain
 
+from outrider.compiler.step import accept
 from outrider.control.fixed import fixed
 from outrider.core import noise as noise_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import ACCEPT, BONUS, DRAFT, FEW, RowNoise, address, gumbel, uniform
-from outrider.core.sampling import Settings, argmax, warp
-from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Plan, Request, SamplingParams, Sequence
+from outrider.core.noise import ACCEPT, BONUS, DRAFT, FEW, NEAR, RowNoise, address, gumbel, uniform
+from outrider.core.sampling import Settings, argmax, line, on_host, warp
+from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Plan, Request, SamplingParams, Scores, Sequence
 from outrider.drafters.model import ModelDrafter
 from outrider.runtime.engine import Engine
 from outrider.verify.exact import RULES, Coupled, Greedy, MultiRound
 
 F64 = torch.float64
+HANDS = [*RULES.values(), *map(OnHost, RULES)]
+COUPLED = pytest.mark.parametrize("coupled", [Coupled, OnHost("coupled")])
+EXACT = pytest.mark.parametrize("exact", [MultiRound, OnHost("exact")])
 
 
 def noise_of(rows: int, seed: int = 0, step: int = 0, length: int = 0) -> RowNoise:
@@ -85,38 +89,41 @@ def random_draft(rng: np.random.Generator, rows: int, vocab: int) -> Draft:
     return draft
 
 
+@EXACT
 @pytest.mark.parametrize("seed", range(200))
-def test_multi_round_equals_its_plain_text(seed: int) -> None:
+def test_multi_round_equals_its_plain_text(seed: int, exact: type) -> None:
     rng = np.random.default_rng(seed)
     rows, vocab = int(rng.integers(1, 5)), int(rng.integers(2, 6))
     draft = random_draft(rng, rows, vocab)
     p = torch.from_numpy(rng.dirichlet(np.ones(vocab), rows + len(draft)))
     for step in range(3):
         noise = noise_of(rows, seed, step)
-        assert MultiRound().accept(draft, p.log(), noise) == multi_round(draft, p.log().exp().tolist(), noise)
+        assert exact().accept(draft, p.log(), noise) == multi_round(draft, p.log().exp().tolist(), noise)
 
 
-def test_a_row_decides_the_same_alone_and_in_company() -> None:
+@EXACT
+def test_a_row_decides_the_same_alone_and_in_company(exact: type) -> None:
     rng = np.random.default_rng(1)
     for seed in range(20):
         draft = random_draft(rng, 3, 4)
         logp = torch.from_numpy(rng.dirichlet(np.ones(4), 3 + len(draft))).log()
-        together = MultiRound().accept(draft, logp, noise_of(3, seed))
+        together = exact().accept(draft, logp, noise_of(3, seed))
         for r in range(3):
             keep = [n for n, row in enumerate(draft.row) if row == r]
             part = tree.select(draft, keep)
             alone = replace(part, rows=1, row=[0] * len(part), parent=[max(p, -1) for p in part.parent])
             one = RowNoise(np.array([r + 1000 * seed]), np.zeros(1, int), np.zeros(1, int))
-            outcome = MultiRound().accept(alone, logp[[r, *(3 + n for n in keep)]], one).renamed(keep)
+            outcome = exact().accept(alone, logp[[r, *(3 + n for n in keep)]], one).renamed(keep)
             assert (outcome.paths[0], outcome.bonus[0]) == (together.paths[r], together.bonus[r])
 
 
-def test_rows_may_share_a_distribution() -> None:
+@EXACT
+def test_rows_may_share_a_distribution(exact: type) -> None:
     """Two rows draw without replacement from one q; what the first row took does not leave the other's q."""
     q, p = torch.tensor([[0.5, 0.3, 0.2]], dtype=F64), torch.tensor([[0.1, 0.4, 0.5], [0.55, 0.1, 0.35]] * 3, dtype=F64)
     draft = tree.grow(Draft(rows=2), np.array([-1, -1, -2, -2]), np.array([0, 1, 1, 0]), 1, DISTINCT, q=q, q_row=np.zeros(4, int))
     for seed in range(40):
-        assert MultiRound().accept(draft, p.log(), noise_of(2, seed)) == multi_round(draft, p.log().exp().tolist(), noise_of(2, seed))
+        assert exact().accept(draft, p.log(), noise_of(2, seed)) == multi_round(draft, p.log().exp().tolist(), noise_of(2, seed))
 
 
 # --- known mistakes ---
@@ -137,19 +144,19 @@ def certain(tokens: list[int], vocab: int = 5) -> torch.Tensor:
     return torch.full((len(tokens), vocab), -torch.inf, dtype=F64).scatter(1, torch.tensor(tokens)[:, None], 0.0)
 
 
-@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize("rule", HANDS)
 def test_a_match_after_a_miss_counts_for_nothing(rule: type) -> None:
     outcome = rule().accept(chain([1, 2, 3, 4]), certain([1, 0, 3, 4, 0]), noise_of(1))
     assert outcome == Outcome([[0]], [0], [0])
 
 
-@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize("rule", HANDS)
 def test_full_acceptance_has_its_bonus(rule: type) -> None:
     outcome = rule().accept(chain([1, 2, 3]), certain([1, 2, 3, 4]), noise_of(1))
     assert outcome == Outcome([[0, 1, 2]], [4], [0])
 
 
-@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize("rule", HANDS)
 def test_no_draft_is_plain_decoding(rule: type) -> None:
     assert rule().accept(Draft(rows=2), certain([3, 1]), noise_of(2)) == Outcome([[], []], [3, 1], [0, 0])
     assert rule.lossless
@@ -175,7 +182,20 @@ def test_nan_logits_are_an_error_and_never_a_token(temperature: float) -> None:
     with pytest.raises(OutriderError):
         warp(x, tree.roots(1), Draft(rows=1), Settings.of([warm]))
     with pytest.raises(OutriderError):
+        line(on_host(x)[0], -1, Draft(rows=1), Settings.of([warm]))
+    with pytest.raises(OutriderError):
         warp(torch.cat([x[:, [0, 2, 2]], x]), tree.roots(2), Draft(rows=2), Settings.of([cold, warm]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_no_law_follows_from_infinite_logits(rows: int) -> None:
+    x = torch.tensor([[0.0, 1.0, 1.0], [0.0, torch.inf, 1.0]])
+    cold = Sequence(Request("0", (0,), SamplingParams(), 0, "exact"), [0])
+    warm = Sequence(Request("1", (0,), SamplingParams(temperature=1.0), 0, "exact"), [0])
+    with pytest.raises(OutriderError, match="NaN"):
+        warp(x[-rows:], tree.roots(rows), Draft(rows=rows), Settings.of([cold, warm][-rows:]))
+    with pytest.raises(OutriderError, match="NaN"):
+        line(on_host(x)[1], ~(rows - 1), Draft(rows=rows), Settings.of([cold, warm][-rows:]))
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53])
@@ -185,19 +205,24 @@ def test_no_token_outside_the_support_even_at_the_ends_of_u(monkeypatch: pytest.
     monkeypatch.setattr(noise_module, "uniform", lambda key: np.full(len(key), u))
     tokens = noise_of(2).draw(p, np.arange(2), BONUS, np.zeros(2, int))
     assert (p.gather(1, tokens[:, None]) > 0).all()
+    monkeypatch.setattr(RowNoise, "_uniform", lambda self, row, purpose, index: u)
+    assert all(line[noise_of(2).draw_one(line, 0, BONUS, 0)] > 0 for line in p.numpy())
     assert noise_of(2).flip(torch.tensor([0.0, 1.0]), np.arange(2), np.zeros(2, int)).tolist() == [False, True]
 
 
-def test_a_bonus_lies_within_the_vocabulary_when_nothing_is_left() -> None:
-    outcome = MultiRound().accept(chain([2]), certain([2, 4]), noise_of(1))
+@EXACT
+def test_a_bonus_lies_within_the_vocabulary_when_nothing_is_left(exact: type) -> None:
+    outcome = exact().accept(chain([2]), certain([2, 4]), noise_of(1))
     assert outcome == Outcome([[0]], [4], [0])
 
 
-def test_a_rejection_that_leaves_no_residual_falls_back_to_p(monkeypatch: pytest.MonkeyPatch) -> None:
+@EXACT
+def test_a_rejection_that_leaves_no_residual_falls_back_to_p(monkeypatch: pytest.MonkeyPatch, exact: type) -> None:
     """p == q is accepted with probability one; where rounding rejects it all the same, nothing divides by zero."""
     monkeypatch.setattr(RowNoise, "flip", lambda self, p, row, index: torch.zeros(len(p), dtype=torch.bool))
+    monkeypatch.setattr(RowNoise, "flip_one", lambda self, p, row, index: False)
     p = torch.tensor([[0.5, 0.5, 0.0]], dtype=F64)
-    outcomes = [MultiRound().accept(chain([0], SAMPLED, p), p.log().expand(2, -1), noise_of(1, seed)) for seed in range(20)]
+    outcomes = [exact().accept(chain([0], SAMPLED, p), p.log().expand(2, -1), noise_of(1, seed)) for seed in range(20)]
     assert {o.bonus[0] for o in outcomes} == {0, 1}
 
 
@@ -205,14 +230,15 @@ def test_unset_temperature_is_greedy() -> None:
     assert SamplingParams().temperature == 0.0
 
 
+@EXACT
 @pytest.mark.parametrize("seed", range(20))
-def test_greedy_is_the_one_hot_limit(seed: int) -> None:
+def test_greedy_is_the_one_hot_limit(seed: int, exact: type) -> None:
     rng = np.random.default_rng(seed)
     draft = random_draft(rng, 3, 4)
     hot = certain(rng.integers(0, 4, 3 + len(draft)).tolist(), 4)
     points = replace(draft, kind=np.full(len(draft), POINT))
-    greedy, exact = (rule().accept(points, hot, noise_of(3, seed)) for rule in (Greedy, MultiRound))
-    words = [[[*points.text(path), b] for path, b in zip(o.paths, o.bonus, strict=True)] for o in (greedy, exact)]
+    greedy, drawn = (rule().accept(points, hot, noise_of(3, seed)) for rule in (Greedy, exact))
+    words = [[[*points.text(path), b] for path, b in zip(o.paths, o.bonus, strict=True)] for o in (greedy, drawn)]
     assert words[0] == words[1]
 
 
@@ -239,25 +265,38 @@ def test_q_is_what_was_sampled_from(knobs: dict, width: int) -> None:
     assert [found.get(t, 0.0) for t in range(4)] == pytest.approx(want, abs=1e-12)
 
 
+def test_a_rule_that_the_host_does_not_know_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Last:
+        def accept(self, draft: Draft, logp: torch.Tensor, noise: RowNoise) -> Outcome:
+            return Outcome([[]], [logp.shape[-1] - 1], [0])
+
+    monkeypatch.setitem(RULES, "last", Last)
+    seq = Sequence(Request("r", (0,), SamplingParams(temperature=1.0), 0, "last"), [0])
+    for rule, token in (("last", 3), ("exact", 1)):
+        assert accept(Draft(rows=1), Scores(certain([1], 4)), Settings.of([seq]), noise_of(1), rule).bonus == [token]
+
+
 # --- the coupled rule ---
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_coupled_acceptance_lies_between_its_bounds(seed: int) -> None:
+@COUPLED
+def test_coupled_acceptance_lies_between_its_bounds(seed: int, coupled: type) -> None:
     """And equals the closed form of Gumbel coupling (2408.07978)."""
     rng, n, vocab = np.random.default_rng(seed), 4000, 5
     p, q = rng.dirichlet(np.ones(vocab), 2)
     noise = noise_of(n, seed + 1)
     raced = noise.race(torch.from_numpy(q).log().expand(n, -1), np.arange(n), np.ones(n, int))
     draft = tree.grow(Draft(rows=n), tree.roots(n), raced.argmax(-1).numpy(), 1)
-    outcome = Coupled().accept(draft, torch.from_numpy(p).log().expand(2 * n, -1), noise)
+    outcome = coupled().accept(draft, torch.from_numpy(p).log().expand(2 * n, -1), noise)
     found, far, slack = np.mean([len(path) for path in outcome.paths]), np.abs(p - q).sum() / 2, 4 * 0.5 / np.sqrt(n)
     exact = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(vocab))
     assert (1 - far) / (1 + far) <= exact <= 1 - far
     assert abs(found - exact) < slack
 
 
-def test_coupled_text_does_not_depend_on_the_draft() -> None:
+@COUPLED
+def test_coupled_text_does_not_depend_on_the_draft(coupled: type) -> None:
     rng, vocab = np.random.default_rng(3), 4
     model = Table(vocab, 6, order=None)
     for seed in range(30):
@@ -265,7 +304,7 @@ def test_coupled_text_does_not_depend_on_the_draft() -> None:
         for tokens in (rng.integers(0, vocab, 3).tolist(), rng.integers(0, vocab, 2).tolist(), [3, 0, 1]):
             texts = [tokens[:i] for i in range(len(tokens) + 1)]
             logp = torch.from_numpy(np.stack([model.logits(t) for t in texts])).log_softmax(-1)
-            outcome = Coupled().accept(chain(tokens), logp, RowNoise(noise.seed, rng.integers(0, 99, 1), noise.length))
+            outcome = coupled().accept(chain(tokens), logp, RowNoise(noise.seed, rng.integers(0, 99, 1), noise.length))
             words.append([*tokens[: len(outcome.paths[0])], outcome.bonus[0]])
         shortest = min(map(len, words))
         assert words[0][:shortest] == words[1][:shortest] == words[2][:shortest]
@@ -282,15 +321,47 @@ def tail(counts: np.ndarray, p: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("verb", ["draw", "race"])
+@pytest.mark.parametrize("verb", ["draw", "race", "draw_one", "contenders"])
 def test_noise_draws_what_it_is_told(seed: int, verb: str) -> None:
     n, p = 20_000, np.random.default_rng(seed).dirichlet(np.ones(8))
     many, rows = torch.from_numpy(p).expand(n, -1), np.arange(n)
     if verb == "draw":
         tokens = noise_of(n, 5 + seed).draw(3 * many, rows, DRAFT, np.zeros(n, int))
+    elif verb == "draw_one":
+        noise = noise_of(n, 5 + seed)
+        tokens = [noise.draw_one(3 * p, r, DRAFT, 0) for r in range(n)]
+    elif verb == "contenders":
+        noise, x = noise_of(n, 5 + seed), np.log(p)
+        tokens = [ids[raced.argmax()] for ids, raced in (noise.contenders(x, r, 1) for r in range(n))]
     else:
         tokens = noise_of(n, 5 + seed).race(many.log(), rows, np.ones(n, int)).argmax(-1)
     assert tail(np.bincount(tokens, minlength=8), p) < 3.09
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_contends_is_who_may_win(seed: int) -> None:
+    """All that end near the first, with the noise that the race of all gives them; and so among some alone."""
+    rng = np.random.default_rng(seed)
+    for step in range(20):
+        vocab = int(rng.integers(1, 400))
+        x = (rng.choice([0.1, 3.0, 30.0]) * rng.standard_normal(vocab)).astype(rng.choice(["float32", "float64"]))
+        x -= x.max()
+        x[rng.random(vocab) < 0.1 * (x < 0)] = -np.inf
+        noise = noise_of(1, seed, length=step)
+        raced = noise.race(torch.from_numpy(x.astype(np.float64))[None], np.array([0]), np.array([2]))[0].numpy()
+        some = np.union1d(x.argmax(), rng.choice(vocab, vocab // 2, replace=False))
+        for among in (None, some):
+            ids, values = noise.contenders(x, 0, 2, among)
+            mine = np.arange(vocab) if among is None else among
+            assert set(mine[raced[mine] >= raced[mine].max() - NEAR]) <= set(ids.tolist()) <= set(mine.tolist()) and (np.diff(ids) > 0).all()
+            assert values == pytest.approx(raced[ids], abs=1e-9) and ids[values.argmax()] == mine[raced[mine].argmax()]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 10.0])
+def test_few_contend(scale: float) -> None:
+    """What the bound is for: of ten thousand entries hardly any have their logarithms taken."""
+    noise, x = noise_of(100), -np.random.default_rng(0).exponential(scale, 10_000)
+    assert np.mean([len(noise.contenders(x, r, 1)[0]) for r in range(100)]) < 40
 
 
 def test_draws_of_one_row_are_independent_along_index_and_purpose() -> None:

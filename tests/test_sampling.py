@@ -6,7 +6,7 @@ import torch
 import transformers as hf
 
 from outrider.core import tree
-from outrider.core.sampling import Settings, argmax, process, top_logprobs, warp
+from outrider.core.sampling import Settings, argmax, kept, line, on_host, process, top_logprobs, warp, weights
 from outrider.core.types import Draft, Request, SamplingParams, Sequence
 
 VOCAB = 40
@@ -80,6 +80,29 @@ def test_nodes_are_warped_as_transformers_does_for_the_longer_text(settings):
         torch.testing.assert_close(found[i], by_transformers(logits[i], text, seq.request.sampling))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_kept_on_the_host_is_what_is_kept_anywhere(seed):
+    """Top-k, top-p and min-p, each there or not, over logits with ties; and its shares are those of `warp`."""
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        settings = {"temperature": float(rng.choice([0.5, 1.0, 2.0])), "top_k": int(rng.choice([0, 1, 3, 17, 99]))}
+        settings |= {"top_p": float(rng.choice([0.01, 0.5, 0.9, 0.999, 1.0])), "min_p": float(rng.choice([0.0, 0.05, 0.9]))}
+        logits, seq = torch.from_numpy(rng.integers(-9, 9, 60) * rng.choice([0.3, 2.0])), sequence(WRITTEN, **settings)
+        x, best = line(on_host(logits[None])[0], -1, Draft(rows=1), Settings.of([seq]))
+        found, shares = kept(x, seq.request.sampling), weights(x, seq.request.sampling)
+        wanted = at_root(logits, seq).exp().numpy()
+        assert np.array_equal(np.arange(60) if found is None else found, np.flatnonzero(wanted)) and best == int(logits.argmax())
+        assert shares / shares.sum() == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_line_has_the_numbers_of_its_dtype(dtype):
+    logits = random_logits(3, dtype=dtype)
+    x, best = line(on_host(logits)[1], -1, Draft(rows=1), Settings.of([sequence([], temperature=1.0)]))
+    wide = logits[1].to(torch.float64 if dtype == torch.float64 else torch.float32)
+    assert np.array_equal(x, (wide - wide.max()).numpy()) and best == int(wide.argmax())
+
+
 def test_presence_and_frequency_look_at_the_output_alone():
     logits = random_logits(1)[0]
     counts = torch.bincount(torch.tensor(WRITTEN), minlength=VOCAB)
@@ -134,6 +157,20 @@ def test_a_node_is_a_root_whose_text_includes_its_ancestors(settings, how):
         seq = seqs[int(tree.row_of(np.array([place]), draft)[0])]
         longer = sequence(seq.generated + draft.text(tree.ancestors(draft, place)), **settings)
         torch.testing.assert_close(found[i], at_root(logits[i], longer, how), msg=f"place {place}")
+
+
+@pytest.mark.parametrize("settings", EVERY + OURS, ids=named)
+def test_a_line_is_processed_as_a_place_is(settings):
+    draft, seqs = forest(), [sequence(WRITTEN, **settings), sequence([9], **settings)]
+    places = tree.all_places(draft)
+    logits = random_logits(len(places), 5)
+    found = warp(logits, places, draft, Settings.of(seqs))
+    for place, raw, wanted in zip(places, on_host(logits), found, strict=True):
+        x, best = line(raw, place, draft, Settings.of(seqs))
+        shares = weights(x, seqs[~place if place < 0 else draft.row[place]].request.sampling)
+        if settings.get("temperature"):
+            assert shares / shares.sum() == pytest.approx(wanted.exp().numpy(), abs=1e-12)
+        assert best == int(wanted.argmax())
 
 
 @pytest.mark.parametrize("settings", EVERY + OURS, ids=named)

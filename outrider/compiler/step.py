@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from outrider.core import tree
 from outrider.core.noise import RowNoise
-from outrider.core.sampling import Settings, decided, process, warp
+from outrider.core.sampling import Settings, decided, hosted, process, warp
 from outrider.core.sockets import Controller, Drafter, Model
 from outrider.core.types import Draft, Outcome, Scores, Sequence
 from outrider.verify.exact import RULES, walk
+from outrider.verify.host import KNOWN, Walk
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ def accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise, ru
     """A rule's verdict on scores of all places of a draft."""
     if settings.raw:
         return walk(draft, decided(scores)[0])
+    if hosted(scores.computed) and rule in KNOWN:
+        return Walk(draft, scores, settings, noise, rule).outcome()
     places = tree.all_places(draft)
     seen = process(scores.logits, places, draft, settings) if rule == "greedy" else warp(scores.logits, places, draft, settings)
     return RULES[rule]().accept(draft, seen, noise)

@@ -1,13 +1,16 @@
 """Addressed randomness: a number is looked up by its address, never drawn from a stream.
 
-Two verbs: `flip` (accept?) and `draw` (which token?). An address is (seed, time, purpose, index). Under `exact`, time
-is the row's step counter, so that every step is fresh; under `coupled`, a token's noise hangs on its position in the
-text alone, and drafter and target share it. Any object with the two verbs will do: tests pass an enumerator.
+Two verbs: `flip` (accept?) and `draw` (which token?), of many addresses or, on the host, of one. An address is (seed, time,
+purpose, index). Under `exact`, time is the row's step counter, so that every step is fresh; under `coupled`, a token's noise
+hangs on its position in the text alone, and drafter and target share it. Any object with these verbs will do: tests pass an
+enumerator.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,17 +23,20 @@ DRAFT, ACCEPT, BONUS, POSITION = 1, 2, 3, 4  # purposes
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROUNDS, _LAST = ((np.uint64(30), np.uint64(_M1)), (np.uint64(27), np.uint64(_M2))), np.uint64(31)
 _ALL = (1 << 64) - 1
+_KEPT = np.uint64(12)  # bits of an address that noise leaves aside
 FEW = 8  # addresses that are hashed one by one
+NEAR = 3.0  # how far behind the first of a race one is still looked at: further behind, it counts for less than a twentieth
+REACH = NEAR + math.log(2.0**52) + 1e-3  # the same before the bits of noise are scaled; rounding leaves none out
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in place."""
-    with np.errstate(over="ignore"):
-        for shift, factor in ((30, _M1), (27, _M2)):
-            x ^= x >> np.uint64(shift)
-            x *= np.uint64(factor)
-        x ^= x >> np.uint64(31)
+    for shift, factor in _ROUNDS:  # products of arrays wrap without a word
+        x ^= x >> shift
+        x *= factor
+    x ^= x >> _LAST
     return x
 
 
@@ -76,7 +82,7 @@ def gumbel(key: NDArray[np.uint64], vocab: int, device: torch.device, dtype: tor
     """Standard Gumbel noise [n, vocab]: entry v is a function of (key, v) alone, on every device."""
     if device.type == "cpu":  # the same numbers, several times as fast
         bits = _mix(key[:, None] + _steps(vocab))
-        bits >>= np.uint64(12)
+        bits >>= _KEPT
         return _gumbel(torch.from_numpy(bits.view(np.int64)), dtype)
     ids = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
     x = torch.from_numpy(key.view(np.int64)).to(device)[:, None] + ids * _signed(_GOLDEN)
@@ -93,22 +99,23 @@ def _steps(vocab: int) -> NDArray[np.uint64]:
 
 
 def _gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """From 52 random bits each."""
-    u = bits.to(torch.float64).add_(0.5).mul_(2.0**-52)  # never 0 or 1
-    return u.log_().neg_().log_().neg_().to(dtype)
+    """From 52 random bits each: the fewer they say, the larger."""
+    w = bits.to(torch.float64).add_(0.5).mul_(-(2.0**-52))  # never 0 or -1
+    return w.log1p_().neg_().log_().neg_().to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class RowNoise:
     """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows].
 
-    `known`: what races of this step have looked up, for drafter and target look up the same.
+    `known` and `bits`: what races of this step have looked up, for drafter and target look up the same.
     """
 
     seed: Ints
     step: Ints
     length: Ints
     known: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
+    bits: dict[tuple[int, int], NDArray[np.uint64]] = field(default_factory=dict, compare=False)
 
     def flip(self, p: Tensor, row: Ints, index: Ints) -> Tensor:
         """True with probability p. p [n], row [n], index [n] (a node's number within its row) -> bool [n]."""
@@ -134,3 +141,40 @@ class RowNoise:
             key = address(self.seed[row[missing]], self.length[row[missing]] + depth[missing], np.full(len(missing), POSITION))
             self.known.update(zip([asked[i] for i in missing], gumbel(key, vocab, *like), strict=True))
         return logp + torch.stack([self.known[name] for name in asked])
+
+    def flip_one(self, p: float, row: int, index: int) -> bool:
+        """`flip` of one row, in plain numbers."""
+        return self._uniform(row, ACCEPT, index) < p
+
+    def draw_one(self, weights: NDArray[Any], row: int, purpose: int, index: int) -> int:
+        """`draw` of one row. weights [V], not all 0."""
+        total = np.cumsum(weights, dtype=np.float64)
+        found = int(np.searchsorted(total, self._uniform(row, purpose, index) * total[-1], "right"))
+        return found if found < len(weights) else int(np.flatnonzero(weights)[-1])  # rounding must not pass the support
+
+    def _uniform(self, row: int, purpose: int, index: int) -> float:
+        return (_address_of((int(self.seed[row]), int(self.step[row]), purpose, index)) >> 11) * 2.0**-53
+
+    def contenders(
+        self, x: NDArray[Any], row: int, depth: int, among: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Of the race over x [V], or over its entries `among` alone, the first and all that end near it: their ids, ascending, and their x plus
+        noise.
+
+        Noise is -log(-log(1 - w)), which is less than -log(w): one rough logarithm each tells which few may be among them.
+        """
+        bits = self._bits(row, depth, len(x))
+        if among is not None:
+            x, bits = x[among], bits[among]
+        most = x - np.log(bits.astype(x.dtype))
+        lead = int(most.argmax())
+        near = np.flatnonzero(most >= x[lead] - math.log(-math.log1p(-(float(bits[lead]) + 0.5) * 2.0**-52)) - REACH)
+        values = x[near] - np.log(-np.log1p((bits[near] + 0.5) * -(2.0**-52)))
+        return near if among is None else among[near], values
+
+    def _bits(self, row: int, depth: int, vocab: int) -> NDArray[np.uint64]:
+        """52 random bits for each entry of the position `depth` tokens after the committed text."""
+        if (row, depth) not in self.bits:
+            key = _address_of((int(self.seed[row]), int(self.length[row]) + depth, POSITION))
+            self.bits[row, depth] = _mix(_steps(vocab) + np.uint64(key)) >> _KEPT
+        return self.bits[row, depth]

@@ -5,15 +5,20 @@ min_tokens sees its depth. Drafters warp their own logits with the same settings
 """
 
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isinf, isnan
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
+
+HOST = ("cpu",)  # devices whose logits lie in this memory
+BARS = (-8.0, -inf)  # how far behind the largest logit those lie that are sorted, if the ones before are not enough
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -64,14 +69,15 @@ class Settings:
     params: list[SamplingParams]
     greedy: np.ndarray
     coupled: np.ndarray
-    raw: bool  # all greedy by their raw logits: nothing is added, penalised or held back
+    bare: bool  # nothing is added, penalised or held back
+    raw: bool  # so, and all greedy
 
     @classmethod
     def of(cls, seqs: list[Sequence]) -> "Settings":
         params = [s.request.sampling for s in seqs]
         greedy = np.array([p.temperature == 0 for p in params], bool)
-        raw = all(p.temperature == 0 and not (p.logit_bias or p.min_tokens or needs_history(p)) for p in params)
-        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool), raw)
+        bare = not any(p.logit_bias or p.min_tokens or needs_history(p) for p in params)
+        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool), bare, bare and bool(greedy.all()))
 
     @property
     def all_greedy(self) -> bool:
@@ -170,3 +176,66 @@ def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor:
     known = [p.temperature or 1.0 for p in settings.params]
     values = known if len(known) == 1 else [[known[r]] for r in rows.tolist()]
     return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+# The same of one place, on the host.
+
+
+def hosted(logits: Tensor) -> bool:
+    return logits.device.type in HOST
+
+
+def on_host(logits: Tensor) -> NDArray[Any]:
+    """[..., V] -> [n, V], without a copy; of bfloat16 the bits."""
+    x = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
+    return x.numpy().reshape(-1, x.shape[-1])
+
+
+def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tuple[NDArray[Any], int]:
+    """From what `on_host` gave of a place: its processed logits [V] over its row's temperature, less the largest, in float32
+    or wider, and where that is."""
+    x = (raw.astype(np.uint32) << 16).view(np.float32) if raw.dtype == np.int16 else raw if raw.dtype == np.float64 else raw.astype(np.float32)
+    if not settings.bare:
+        x = process(torch.from_numpy(x)[None], [place], draft, settings)[0].numpy()
+    best, warmth = int(x.argmax()), settings.params[~place if place < 0 else draft.row[place]].temperature
+    if isnan(top := x[best]) or (warmth and isinf(top)):  # the first that is no number, if any is
+        raise _not_a_number()
+    return (x - top) / warmth if warmth not in (0.0, 1.0) else x - top, best
+
+
+def kept(x: NDArray[Any], s: SamplingParams) -> NDArray[np.int64] | None:
+    """The ids, ascending, that are left of a `line` by top-k, then top-p of these, then min-p of these; None: all."""
+    if not s.top_k and s.top_p >= 1 and not s.min_p:
+        return None
+    ids = _foremost(x, s) if s.top_k or s.top_p < 1 else np.arange(len(x))
+    if s.min_p:
+        ids = ids[np.exp(x[ids]) >= s.min_p]
+    return ids
+
+
+def _foremost(x: NDArray[Any], s: SamplingParams) -> NDArray[np.int64]:
+    """Top-k, then top-p: the least of what they leave is found by sorting the likeliest. Ties go to the lowest id."""
+    whole = 0.0 if s.top_k else float(np.exp(x).sum(dtype=np.float64))
+    for bar in BARS:
+        ranked = np.sort(x[x >= bar])[::-1][: s.top_k or None]
+        if len(ranked) < s.top_k and bar > BARS[-1]:
+            continue
+        p = np.exp(ranked, dtype=np.float64)
+        inside = len(p) if s.top_p >= 1 else int((p.cumsum() - p < s.top_p * (whole or p.sum())).sum())  # 1 keeps all: sums round
+        if s.top_k or inside < len(p):
+            break
+    ids = np.flatnonzero(x >= ranked[inside - 1])
+    if len(ids) > inside:
+        ids = np.delete(ids, np.flatnonzero(x[ids] == ranked[inside - 1])[inside - len(ids) :])
+    return ids
+
+
+def weights(x: NDArray[Any], s: SamplingParams) -> NDArray[Any]:
+    """Of a `line`: what each id [V] is drawn by, not normalised; 0 where nothing is left of it."""
+    shares: NDArray[Any] = np.exp(x)
+    ids = kept(x, s)
+    if ids is None:
+        return shares
+    left: NDArray[Any] = np.zeros_like(shares)
+    left[ids] = shares[ids]
+    return left

@@ -6,14 +6,16 @@ settings: with replacement-free siblings under `exact` (q is kept for the verdic
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
-from outrider.core.sampling import Settings, decided, process, warp
+from outrider.core.sampling import Settings, decided, hosted, kept, line, on_host, process, warp, weights
 from outrider.core.sockets import Model
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
 
@@ -53,6 +55,10 @@ class ModelDrafter:
             tokens, logp = decided(scores)
             return tree.grow(draft, frontier, tokens, source, POINT, [math.exp(x) for x in logp])
         logits = self._fit(scores.logits)
+        if width == 1 and not settings.all_greedy and hosted(logits):
+            return _grown(
+                draft, frontier, [self._one(*one, draft, source, settings, noise) for one in zip(on_host(logits), frontier, strict=True)], source
+            )
         if settings.all_greedy:
             return self._points(draft, frontier, process(logits, frontier, draft, settings), width, source)
         rows = tree.row_of(frontier, draft)
@@ -66,6 +72,22 @@ class ModelDrafter:
             return self._sampled(draft, frontier, logq, width, source, noise)
         raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
+
+    @staticmethod
+    def _one(raw: NDArray[Any], place: int, draft: Draft, source: int, settings: Settings, noise: RowNoise) -> tuple[int, float, Tensor | None]:
+        """A token below one place, on the host, by the settings of its row; its score; and what it was drawn from, if it was drawn."""
+        row = ~place if place < 0 else draft.row[place]
+        sampling, (x, best) = settings.params[row], line(raw, place, draft, settings)
+        if settings.greedy[row]:
+            return best, 1 / float(np.exp(x).sum()), None
+        if settings.coupled[row]:
+            ids, raced = noise.contenders(x, row, 1 if place < 0 else draft.depth[place] + 1, kept(x, sampling))
+            return int(ids[raced.argmax()]), 1 / float(np.exp(raced - raced.max()).sum()), None
+        q = weights(x, sampling)
+        q /= q.sum()
+        number = 0 if place < 0 else draft.row[:place].count(row) + 1  # a drafter extends a place once a step
+        token = noise.draw_one(q, row, DRAFT, (source * MAX_PLACES + number) * MAX_PLACES)
+        return token, float(q[token]), torch.from_numpy(q)
 
     @staticmethod
     def _end(seqs: list[Sequence], draft: Draft, place: int) -> int:
@@ -105,6 +127,19 @@ class ModelDrafter:
         kind = SAMPLED if width == 1 else DISTINCT
         parents = np.repeat(frontier, width)[keep]
         return tree.grow(draft, parents, chosen.flatten()[keep], source, kind, score.flatten()[keep].tolist(), q, q_row)
+
+
+def _grown(draft: Draft, frontier: Places, found: list[tuple[int, float, Tensor | None]], source: int) -> Draft:
+    """The draft with these tokens below its frontier: points, and what was drawn."""
+    points = [(p, token, score) for p, (token, score, q) in zip(frontier, found, strict=True) if q is None]
+    drawn = [(p, token, score, q) for p, (token, score, q) in zip(frontier, found, strict=True) if q is not None]
+    if points:
+        below, tokens, scores = map(list, zip(*points, strict=True))
+        draft = tree.grow(draft, below, tokens, source, POINT, scores)
+    if drawn:
+        below, tokens, scores, q = map(list, zip(*drawn, strict=True))
+        draft = tree.grow(draft, below, tokens, source, SAMPLED, scores, torch.stack(q), list(range(len(q))))
+    return draft
 
 
 def _first(x: Tensor) -> tuple[Tensor, Tensor]:
