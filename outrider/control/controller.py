@@ -12,7 +12,7 @@ from collections.abc import Callable
 from outrider.control.accounts import Accounts
 from outrider.control.guard import Ledger
 from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, remember
-from outrider.control.starts import FRESH_RATE, RARELY, Starts
+from outrider.control.starts import FRESH_RATE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
@@ -67,7 +67,7 @@ class Adaptive:
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
         if not names:
             self.silent = bool(self.looked)
-            return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(seqs, rows)
+            return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(rows)
         if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
@@ -94,11 +94,10 @@ class Adaptive:
         self.why = "off:unpaid" if unpaid else "off:no-guess"
         return self.why
 
-    def _sleep(self, seqs: list[Sequence], rows: list[Row]) -> str:
+    def _sleep(self, rows: list[Row]) -> str:
         """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
-        unwanted = all(s.request.drafters == frozenset() for s in seqs)
         rests = [left for row in rows for left in row.rest.values() if left]
-        self.asleep, self.why = (RARELY, "off:request") if unwanted else (min(rests, default=0), "off:resting")
+        self.asleep, self.why = min(rests, default=0), "off:resting"
         for row in rows:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
         return self.why

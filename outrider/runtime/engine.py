@@ -41,6 +41,8 @@ class Engine:
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
         self.rule, self.facts = "greedy", Facts(one=True, free=True, told=False, raw=True)
+        self.heard: list[Drafter] = []  # drafters that may guess for one of the batch
+        self.off = False  # there are drafters, and the whole batch wants none: nothing is decided, learned or kept
         self.ring: deque[StepRecord] = deque(maxlen=RING)
         self.now = time.perf_counter  # a replay has a clock of its own
         timed: dict[str, Any] = {TARGET: target, **{name: getattr(part, "model", None) for name, part in drafters.items()}}
@@ -99,10 +101,10 @@ class Engine:
 
     def _step(self, seqs: list[Sequence]) -> None:
         clock = Clock(self.now)
-        plan, reason = self.controller.choose(seqs)
+        settings = self._settings(seqs)
+        plan, reason = (Plan(), "off:request") if self.off else self.controller.choose(seqs)
         if plan.drafters and not any(allowed(s, name) for s in seqs for name, _, _ in plan.drafters):
             plan, reason = Plan(), "off:request"
-        settings = self._settings(seqs)
         noise = SILENCE if settings.all_greedy else _noise(seqs)
         clock.mark("choose")
         step = self.jit.get(self.rule, plan, self.facts._replace(told=not getattr(self.controller, "asks", True)))
@@ -127,6 +129,8 @@ class Engine:
             self.rule = drawn[0] if drawn else "greedy"
             free = all(s.request.drafters is None and s.request.limits == NO_LIMITS for s in seqs)
             self.facts = Facts(one=len(seqs) == 1, free=free, told=False, raw=made.raw)
+            self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
+            self.off = bool(self.drafters) and not self.heard
         return self.settings
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
@@ -144,9 +148,9 @@ class Engine:
         return emitted
 
     def _commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
-        """The one effect on caches: accepted nodes stay, and every drafter hears what came out."""
+        """The one effect on caches: accepted nodes stay, and every drafter that may guess for one of these hears what came out."""
         self.target.commit(seqs, draft, outcome)
-        for drafter in self.drafters.values():
+        for drafter in self.heard:
             drafter.observe(seqs, draft, outcome)
 
     def _names(self, source: int) -> str:
@@ -178,7 +182,8 @@ class Engine:
         self.ring.append(record)
         for seq in seqs:
             seq.records.append(record)
-        self.controller.learn(seqs, record)
+        if not self.off:
+            self.controller.learn(seqs, record)
 
 
 def _noise(seqs: list[Sequence]) -> RowNoise:
