@@ -298,6 +298,29 @@ def test_speculation_off_says_so(rt):
     assert set(rt.generate(PROMPTS[0], max_tokens=4, speculation="off").stats["reasons"]) == {"off:request"}
 
 
+class Watched:
+    """Another's attributes, and which of them were asked for."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner, self.asked = inner, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        self.asked.add(name)
+        return getattr(self.inner, name)
+
+
+def test_who_wants_no_drafters_is_not_decided_about(rt, monkeypatch):
+    """Off: nothing is chosen or learned, and no drafter hears what came; the next request is decided about again."""
+    controller, lookup = Watched(rt.engine.controller), Watched(rt.engine.drafters["lookup"])
+    monkeypatch.setattr(rt.engine, "controller", controller)
+    monkeypatch.setitem(rt.engine.drafters, "lookup", lookup)
+    for how, deciding, hearing in (("off", set(), set()), ("auto", {"choose", "learn"}, {"observe"}), ("off", set(), set())):
+        controller.asked.clear()
+        lookup.asked.clear()
+        rt.generate(PROMPTS[0], max_tokens=4, speculation=how)
+        assert controller.asked & {"choose", "learn"} == deciding and lookup.asked & {"observe"} == hearing
+
+
 def test_a_draft_gets_the_context_of_the_target(folders):
     runtime = outrider.load(folders["target"], [f"model:{folders['draft']}"], context=100, rows=1)
     assert runtime.engine.drafters["model"].model.spec.context == 100

@@ -83,3 +83,15 @@ def test_what_a_first_token_must_promise_grows_with_what_deciding_takes() -> Non
     assert tables.least(page, "lookup", 0, 0.5) == asked[2] == tables.least(page, "lookup", 0, 1.0), "kept for the life of a page"
     tables.drafts = 0
     assert tables.least(replace(page, least={}), "lookup", 0, 0.5) == 0, "of a new pair everything is asked"
+
+
+def test_who_lost_in_the_requests_before_is_looked_at_later_and_is_not_forgotten() -> None:
+    """Long texts of wrong guesses, then short ones of right guesses, over before the rest that the others earned them: found all the same."""
+    priced = costs(linear(0.3), {"lookup": linear(0.0, 0.2)})
+    wrong = trace(6, priced, {"lookup": lambda t, d: 0.02}, texts=20, length=200)
+    right = trace(7, priced, {"lookup": lambda t, d: 0.95}, texts=40, length=7)
+    controller = adaptive(wrong)
+    first = [next(i for i, r in enumerate(records) if r.levels) for records in drive(wrong, controller)]
+    assert first[0] == 0 and min(first[-5:]) > 10 and controller.worth < 0
+    verified = [sum(r.drafted[0] for r in records) for records in drive(right, controller)]
+    assert not any(verified[:5]) and min(verified[20:]) > 5 and controller.worth > 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from outrider.control.accounts import Accounts
 from outrider.control.guard import Ledger
-from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, remember
+from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, pause, remember
 from outrider.control.starts import FRESH_RATE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
@@ -125,6 +125,8 @@ class Adaptive:
         row = self.rows.get(seq.request.id)
         if row is None:
             row = self.rows[seq.request.id] = Row(worth=self.worth)
+            if rest := pause(self.worth):  # looks lost in the requests before
+                row.rest |= dict.fromkeys(self.tables.bits, rest)
         return row
 
     def _situation(self, seqs: list[Sequence]) -> Situation:
@@ -222,8 +224,9 @@ class Adaptive:
             self._note(*self.last)
         self._settle()
         if self.page is not None and seq.records:
-            self.starts.ended(seq, self._row(seq), self.page.plain)
-            self.worth += FRESH_RATE * (self._row(seq).worth - self.worth)
+            row = self._row(seq)
+            self.starts.ended(seq, row, self.page.plain)
+            self.worth += FRESH_RATE * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)

@@ -47,8 +47,13 @@ def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1
     of the time."""
     for row in rows:
         row.worth += (max(worth, -1.0) - row.worth) * min(times / LOOKS, 1.0)
-        if rest := min(int(max(-row.worth, 0.0) / SHARE), RARE):
+        if rest := pause(row.worth):
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
+
+
+def pause(worth: float) -> int:
+    """Steps between looks that are each worth so many plain steps."""
+    return min(int(max(-worth, 0.0) / SHARE), RARE)
 
 
 def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str, int], float]) -> int:
