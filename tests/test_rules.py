@@ -265,6 +265,31 @@ def test_q_is_what_was_sampled_from(knobs: dict, width: int) -> None:
     assert [found.get(t, 0.0) for t in range(4)] == pytest.approx(want, abs=1e-12)
 
 
+def test_rows_of_all_kinds_are_drafted_for_together_as_alone() -> None:
+    """Greedy, drawn and raced rows in one call: points and draws, each as if its row were the only one."""
+    kinds = [(0.0, "exact", POINT), (1.0, "exact", SAMPLED), (0.8, "coupled", POINT), (0.0, "coupled", POINT), (0.6, "exact", SAMPLED)]
+    seqs = [Sequence(Request(str(i), (0, 1, i), SamplingParams(temperature=t), i, rule), [0, 1, i]) for i, (t, rule, _) in enumerate(kinds)]
+    drafter = ModelDrafter(Table(7, 5, rows=5, context=8))
+
+    def drafted(rows: list[int]) -> Draft:
+        some, noise = [seqs[r] for r in rows], RowNoise(np.array(rows) + 3, np.zeros(len(rows), int), np.full(len(rows), 3))
+        for seq in some:
+            drafter.begin(seq)
+        draft = drafter.extend(some, Draft(rows=len(rows)), tree.roots(len(rows)), 1, 1, Settings.of(some), noise)
+        for seq in some:
+            drafter.end(seq)
+        return draft
+
+    together = drafted([0, 1, 2, 3, 4])
+    assert sorted(together.row) == [0, 1, 2, 3, 4]
+    for n, row in enumerate(together.row):
+        alone = drafted([row])
+        assert (alone.token[0], alone.kind[0]) == (together.token[n], together.kind[n]) and alone.kind[0] == kinds[row][2]
+        assert alone.score[0] == pytest.approx(together.score[n])
+        if alone.kind[0] == SAMPLED:
+            assert torch.equal(alone.q[0], together.q[together.q_row[n]])
+
+
 def test_a_rule_that_the_host_does_not_know_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     class Last:
         def accept(self, draft: Draft, logp: torch.Tensor, noise: RowNoise) -> Outcome:

@@ -74,7 +74,7 @@ class Walk:
         if self.draft.kind[node] == POINT or self.draft.q is None:
             return None
         name = self.draft.q_row[node]
-        return left[name] if name in left else self.draft.q[name].numpy()
+        return left[name] if name in left else self.draft.q[name].cpu().numpy()
 
 
 def _without(q: NDArray[Any], token: int) -> NDArray[Any]:
