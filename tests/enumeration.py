@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core.noise import ACCEPT
+from outrider.core.noise import ACCEPT, RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Ints, Outcome, Request, SamplingParams, Scores, Sequence
 from outrider.models.toy import ToyModel
@@ -73,6 +73,10 @@ class Enumerator:
         while trail and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
         return [turn for turn, _ in trail[:-1]] + [trail[-1][0] + 1] if trail else None
+
+
+def noise_of(rows: int, seed: int = 0, step: int = 0, length: int = 0) -> RowNoise:
+    return RowNoise(np.arange(rows) + 1000 * seed, np.full(rows, step), np.full(rows, length))
 
 
 class OnHost:

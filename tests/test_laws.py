@@ -1,5 +1,8 @@
 """Laws 1 and 2: no Plan changes the text, and no neighbour does. On toy models and on every real class."""
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -159,3 +162,21 @@ def test_every_cache_equals_a_recomputed_one_after_every_step(name):
 def test_a_plan_names_a_drafter_once():
     with pytest.raises(OutriderError, match="names a drafter twice"):
         Plan((("model", 1, 1), ("lookup", 2, 1), ("model", 1, 1)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_who_wants_no_drafters_may_come_and_go_beside_who_does(seed: int) -> None:
+    """Drafters hear nothing of batches that want none of them: every text is still the one that plain decoding writes alone."""
+    rng, drafters = random.Random(seed), {"lookup": Lookup(floor=0.0), "model": ModelDrafter(zoo.model("llama", label="draft", noise=0.15), "model")}
+    mixed = Engine(zoo.model("llama", label="target"), drafters, fixed(Plan((("lookup", 2, 1), ("model", 3, 1)))), 3)
+    alone, wishes = Engine(zoo.model("llama", label="target"), {}, fixed(Plan()), 1), [None, *map(frozenset, ([], ["lookup"], ["model"]))]
+    asked = [
+        replace(request([1, 2, 3 + i], f"r{i}", max_tokens=rng.randrange(3, 25), temperature=rng.choice([0.0, 1.0]), seed=i), rule="coupled")
+        for i in range(10)
+    ]
+    waiting, written = list(asked), []
+    while waiting or any(s.finish_reason is None for s in written):
+        if waiting and rng.random() < 0.4:
+            written.append(mixed.submit(replace(waiting.pop(0), drafters=rng.choice(wishes))))
+        mixed.step()
+    assert [s.generated for s in written] == [run(alone, [r])[0].generated for r in asked]
