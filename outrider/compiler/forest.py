@@ -38,28 +38,20 @@ def likely(seqs: list[Sequence], draft: Draft, places: Places) -> Places:
     return [p for p in places if p < 0 or draft.score[p] >= seqs[draft.row[p]].request.limits.floor]
 
 
-def depth_of(draft: Draft, place: int) -> int:
-    return 0 if place < 0 else draft.depth[place]
-
-
-def row_of(draft: Draft, place: int) -> int:
-    return ~place if place < 0 else draft.row[place]
-
-
 def fitting(draft: Draft, places: Places, width: int, room: list[int], most: list[int]) -> Places:
     """The places that may grow: their row needs more tokens than that, and its next level fits under the cap."""
-    rows = [row_of(draft, p) for p in places]
-    fits = [p for p, r in zip(places, rows, strict=True) if room[r] > depth_of(draft, p)]
+    rows = [tree.row_at(draft, p) for p in places]
+    fits = [p for p, r in zip(places, rows, strict=True) if room[r] > tree.depth_at(draft, p)]
     if len(draft) + width * len(rows) <= min(most):  # far from any cap
         return fits
-    return [p for p in fits if draft.row.count(r := row_of(draft, p)) + width * rows.count(r) <= most[r]]
+    return [p for p in fits if draft.row.count(r := tree.row_at(draft, p)) + width * rows.count(r) <= most[r]]
 
 
 def ahead(draft: Draft, places: Places, levels: int, room: list[int], most: list[int]) -> int:
     """Levels that a drafter may add by itself, a node each, below every one of the places."""
-    rows = [row_of(draft, p) for p in places]
+    rows = [tree.row_at(draft, p) for p in places]
     return min(
-        levels, *(min(room[r] - depth_of(draft, p), (most[r] - draft.row.count(r)) // rows.count(r)) for p, r in zip(places, rows, strict=True))
+        levels, *(min(room[r] - tree.depth_at(draft, p), (most[r] - draft.row.count(r)) // rows.count(r)) for p, r in zip(places, rows, strict=True))
     )
 
 
@@ -98,13 +90,13 @@ def agreed(draft: Draft, nodes: list[int], bit: int) -> list[int]:
 def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Places:
     """Of each row the `count` places that are most likely to survive, by the `weight` of every node, shallow ones first where
     they are alike."""
-    ranked = sorted(places, key=lambda p: (-weight[p] if p >= 0 else -1.0, depth_of(draft, p), p))
+    ranked = sorted(places, key=lambda p: (-weight[p] if p >= 0 else -1.0, tree.depth_at(draft, p), p))
     left, out = [count] * draft.rows, []
     for p in ranked:
-        if left[r := row_of(draft, p)]:
+        if left[r := tree.row_at(draft, p)]:
             left[r] -= 1
             out.append(p)
-    return sorted(out, key=lambda p: depth_of(draft, p))
+    return sorted(out, key=lambda p: tree.depth_at(draft, p))
 
 
 class Forest:
@@ -122,7 +114,7 @@ class Forest:
         places = tree.roots(full.rows) if how == "on" else [*tree.roots(full.rows), *nodes] if how == "over" else leaves(full, nodes)
         if own:
             places = [p for p in places if p >= 0 and full.source[p] & bit]
-        return [p for p in places if allowed(self.now.seqs[row_of(full, p)], name)]
+        return [p for p in places if allowed(self.now.seqs[tree.row_at(full, p)], name)]
 
     def grow(self, name: str, starts: Places, seen: list[int], depth: int, width: int) -> list[int]:
         """Level by level below `starts`, for as long as the controller lets it. `seen`: nodes that it may find. The nodes
@@ -144,7 +136,7 @@ class Forest:
         before, hidden = len(self.full), set(range(len(self.full))).difference(seen)
         roots = self.parts.controller.more(self.now.seqs, name, self.full, [p for p in starts if p < 0])
         rows = {~p for p in roots}
-        frontier = self.fitting([p for p in starts if row_of(self.full, p) in rows], 1)
+        frontier = self.fitting([p for p in starts if tree.row_at(self.full, p) in rows], 1)
         if frontier:
             self.extend(name, frontier, 1, hidden, 1)
         return self._grown(name, int(bool(frontier)), before, seen)

@@ -197,7 +197,7 @@ def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tup
     x = (raw.astype(np.uint32) << 16).view(np.float32) if raw.dtype == np.int16 else raw if raw.dtype == np.float64 else raw.astype(np.float32)
     if not settings.bare:
         x = process(torch.from_numpy(x)[None], [place], draft, settings)[0].numpy()
-    best, warmth = int(x.argmax()), settings.params[~place if place < 0 else draft.row[place]].temperature
+    best, warmth = int(x.argmax()), settings.params[tree.row_at(draft, place)].temperature
     if isnan(top := x[best]) or (warmth and isinf(top)):  # the first that is no number, if any is
         raise _not_a_number()
     return (x - top) / warmth if warmth not in (0.0, 1.0) else x - top, best

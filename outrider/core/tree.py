@@ -42,6 +42,14 @@ def depth_of(places: Iterable[int], draft: Draft) -> Ints:
     return np.array([0 if p < 0 else draft.depth[p] for p in places], np.int64)
 
 
+def row_at(draft: Draft, place: int) -> int:
+    return ~place if place < 0 else draft.row[place]
+
+
+def depth_at(draft: Draft, place: int) -> int:
+    return 0 if place < 0 else draft.depth[place]
+
+
 def grow(
     draft: Draft,
     parent: Sequence[int],

@@ -76,12 +76,12 @@ class ModelDrafter:
     @staticmethod
     def _one(raw: NDArray[Any], place: int, draft: Draft, source: int, settings: Settings, noise: RowNoise) -> tuple[int, float, Tensor | None]:
         """A token below one place, on the host, by the settings of its row; its score; and what it was drawn from, if it was drawn."""
-        row = ~place if place < 0 else draft.row[place]
+        row = tree.row_at(draft, place)
         sampling, (x, best) = settings.params[row], line(raw, place, draft, settings)
         if settings.greedy[row]:
             return best, 1 / float(np.exp(x).sum()), None
         if settings.coupled[row]:
-            ids, raced = noise.contenders(x, row, 1 if place < 0 else draft.depth[place] + 1, kept(x, sampling))
+            ids, raced = noise.contenders(x, row, tree.depth_at(draft, place) + 1, kept(x, sampling))
             return int(ids[raced.argmax()]), 1 / float(np.exp(raced - raced.max()).sum()), None
         q = weights(x, sampling)
         q /= q.sum()

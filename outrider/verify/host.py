@@ -48,7 +48,7 @@ class Walk:
         if sampling.temperature > 0 and self.rule == "exact":
             return self._tried(weights(x, sampling), row, children)
         if sampling.temperature > 0:
-            ids, raced = self.noise.contenders(x, row, 1 if place < 0 else draft.depth[place] + 1, kept(x, sampling))
+            ids, raced = self.noise.contenders(x, row, tree.depth_at(draft, place) + 1, kept(x, sampling))
             token = int(ids[raced.argmax()])
         return next((n for n in children if draft.token[n] == token), None), token
 
