@@ -8,7 +8,7 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
 RECIPE ?= recipes/reference-cpu.toml
 DATA ?= ../shared/data
 
-.PHONY: demo test test-slow test-gpu bench lint size mutants train clean
+.PHONY: demo test test-slow test-gpu bench bench-gpu lint size mutants train clean
 
 demo: $(VENV)/ready
 	$(BIN)/outrider demo
@@ -29,6 +29,13 @@ bench: $(VENV)/ready
 	$(BIN)/outrider bench start
 	$(BIN)/outrider bench schedule --rounds 2
 	$(BIN)/outrider bench guarantee
+
+# The same tables on a CUDA GPU, with the energy that its driver counts and how often a step waits for it, into docs/results/gpu.
+bench-gpu: $(VENV)/ready
+	$(PIP) install -q "nvidia-ml-py"
+	$(BIN)/outrider bench speed --device cuda --out docs/results/gpu
+	$(BIN)/outrider bench schedule --device cuda --rounds 2 --out docs/results/gpu
+	$(BIN)/outrider bench synthetic --device cuda --shape 8b --compile --contexts 128,2048,8192 --out docs/results/gpu
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.bench import ablation, peers, prompts, run, synthetic
 from outrider.bench.prompts import Prompt
-from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, markdown, summary
+from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, summary
+from outrider.bench.table import markdown
 from outrider.core.errors import OutriderError
 from outrider.models.load import wrap
 

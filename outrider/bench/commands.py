@@ -31,12 +31,13 @@ def speed(
     from rich.console import Console
 
     from outrider.bench import run as peers
+    from outrider.bench.table import markdown
 
     how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
     peers.save(result, out, "speed")
-    print(peers.markdown(result))
+    print(markdown(result))
 
 
 @bench.command("strict")

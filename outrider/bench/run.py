@@ -12,18 +12,22 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
+
+import torch
 
 import outrider
 from outrider import reference
 from outrider.bench import peers, prompts
 from outrider.bench.report import provenance, save_as
+from outrider.bench.table import markdown
 from outrider.core.config import nearest
 from outrider.core.types import TARGET
 from outrider.measure import machine
+from outrider.measure.device import DeviceMeter, waits
 from outrider.measure.trace import repetition, stats
 from outrider.models.load import pick_device
 from outrider.runtime.door import Runtime
@@ -41,7 +45,7 @@ WARM = prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0)
 class Row:
     """One prompt written by one contender. `seconds`: from the request to its end; `first_tokens`: those that came with
     the first. `calls` of the target, `drafted`, `accepted`, `draft_seconds` and `verify_seconds`, those of the models'
-    forwards alone, are of what followed."""
+    forwards alone (on a CPU: a GPU's run on after they were asked for), are of what followed. `joules` are of all."""
 
     prompt: str
     category: str
@@ -56,6 +60,7 @@ class Row:
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
+    joules: float | None = None
 
     @property
     def later(self) -> int:
@@ -85,9 +90,10 @@ def speed(
         progress(f"{category}: {i + 1} of {len(asked)} prompts")
         rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
     told = {"target": _called(target), "draft": _called(draft), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
+    waited = {name: waits_of(write, name, where) for name in names if name in DRAFTED} if where.type == "cuda" else {}
     return {
-        "where": provenance(), "settings": told, "tiers": _tiers(rows), "summary": (table := summary(rows)),
-        "roofline": roofline(table, write.weights) if where.type == "cpu" else None,
+        "where": provenance(), "settings": told, "tiers": _tiers(rows), "summary": (table := summary(rows, waited)),
+        "energy": write.energy, "roofline": roofline(table, write.weights, where),
         "rows": [{**asdict(row), "tokens": len(row.tokens), "text": _digest(row.tokens)} for row in rows],
     }  # fmt: skip
 
@@ -111,12 +117,19 @@ class Writers:
         self.plain = _fresh(outrider.load(target, drafters=[], **settings))
         model: Any = self.plain.engine.target
         spec, self.weights, self.fast = model.spec, read_bytes(model.module), self.plain
+        self.meter, self.energy = DeviceMeter(model.device), ""
         if any(DRAFTED.get(name) for name in names):
             self.fast = _fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **{**settings, "dtype": spec.dtype}))
         if any(name not in DRAFTED for name in names):
             self.stock = peers.Stock(target or "", draft or "", spec.dtype, device=spec.device)
 
     def __call__(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:
+        with self.meter.window() as read:
+            row = self._written(name, prompt, max_tokens)
+        self.energy = read[0].source
+        return replace(row, joules=read[0].joules)
+
+    def _written(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:
         tokens = prompt.encode(self.plain.tokenizer)
         if name in DRAFTED:
             return _ours(self.fast if DRAFTED[name] else self.plain, name, prompt, tokens, max_tokens)
@@ -144,16 +157,23 @@ def _ours(rt: Runtime, name: str, prompt: prompts.Prompt, tokens: list[int], max
     while seq.finish_reason is None:
         rt.engine.step()
     end, told = time.perf_counter(), stats(seq.records[1:], request.id)
-    forward = told["forward_seconds"]
+    forward, known = told["forward_seconds"], pick_device(rt.engine.target.spec.device).type == "cpu"
     return Row(
         prompt.id, prompt.category, name, seq.generated, first_tokens, end - start, first - start, told["target_calls"], told["drafted"],
-        told["accepted"], sum(forward.values()) - forward[TARGET], forward[TARGET],
+        told["accepted"], sum(forward.values()) - forward[TARGET] if known else None, forward[TARGET] if known else None,
         {f"{model} {tier}": n for model, count in told.get("tiers", {}).items() for tier, n in count.items()},
     )  # fmt: skip
 
 
-def summary(rows: list[Row]) -> list[dict[str, Any]]:
-    """Figures per category and contender, and over all."""
+def waits_of(write: Writers, name: str, device: torch.device) -> float:
+    """How often a step of a contender of ours waits for the device, on average over a short text, the reading of its prompt included."""
+    with waits(device) as found:
+        row = write(name, WARM, 32)
+    return len(found) / (row.calls + 1)
+
+
+def summary(rows: list[Row], waited: dict[str, float] | None = None) -> list[dict[str, Any]]:
+    """Figures per category and contender, and over all. waited: what `waits_of` says of contenders."""
     texts = {base: {r.prompt: r for r in rows if r.contender == base} for base in (STOCK, OURS)}
     names = [name for name in CONTENDERS if any(r.contender == name for r in rows)]
     out = []
@@ -161,7 +181,8 @@ def summary(rows: list[Row]) -> list[dict[str, Any]]:
         for name in names:
             own = [r for r in rows if r.contender == name and category in (r.category, "all")]
             if own:
-                out.append({"category": category, "contender": name, "prompts": len(own), **_compared(own, texts), **_figures(own)})
+                told = {"waits_per_step": (waited or {}).get(name)}
+                out.append({"category": category, "contender": name, "prompts": len(own), **_compared(own, texts), **_figures(own), **told})
     return out
 
 
@@ -194,11 +215,12 @@ def _figures(own: list[Row]) -> dict[str, Any]:
         if None not in (*parts["draft"], *parts["verify"]):
             split |= {stage: 1e3 * sum(part) / calls for stage, part in parts.items()}
             split["host"] = split["step"] - split["draft"] - split["verify"]
-    rates = [_rate(r) for r in own if r.later]
+    rates, joules = [_rate(r) for r in own if r.later], [r.joules for r in own]
     return {
         "tokens_per_second": geometric_mean(rates) if rates else None, "first_token_ms": 1e3 * median(r.first_token_seconds for r in own),
         "ms_per_step": split, "tokens_per_call": sum(r.later for r in own) / calls if calls else None,
         "acceptance_rate": sum(r.accepted for r in own) / drafted if drafted else None, "repetition": repetition([r.tokens for r in own]),
+        "joules_per_token": None if None in joules else sum(x for x in joules if x) / sum(len(r.tokens) for r in own),
     }  # fmt: skip
 
 
@@ -218,57 +240,13 @@ def read_bytes(module: Any) -> int:
     return sum(int(p.nbytes) for p in module.parameters()) - (0 if table is head else int(table.nbytes))
 
 
-def roofline(table: list[dict[str, Any]], weights: int) -> dict[str, float] | None:
-    """The rate at which a plain step of ours reads the weights, beside the memory's own; more than that is the cache's doing."""
+def roofline(table: list[dict[str, Any]], weights: int, device: torch.device) -> dict[str, float] | None:
+    """The rate at which a plain step of ours reads the weights, beside that of the device's memory; more than that is the cache's doing."""
     steps = [r["ms_per_step"].get("step") for r in table if (r["category"], r["contender"]) == ("all", OURS)]
     if not steps or not steps[0]:
         return None
-    return {"weight_bytes": weights, "plain_step_ms": steps[0], "weights_gb_s": weights / steps[0] / 1e6, "memory_gb_s": machine.bandwidth() / 1e9}
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """Two tables of ratios, one of what explains them, and the noise and the memory's speed they are to be read with."""
-    table = {(r["category"], r["contender"]): r for r in result["summary"]}
-    names = list(dict.fromkeys(r["contender"] for r in result["summary"]))
-    parts = [_ratios(table, names, "stock_plain"), _ratios(table, names, "ours_plain"), _explained([table["all", name] for name in names])]
-    if found := table.get(("all", AGAIN), {}).get("against_ours_plain"):
-        parts.append(
-            f"Noise: ours plain against itself {found['ratio']:.3f}x, {found['worst']:.2f}..{found['best']:.2f} over {found['pairs']} prompts."
-        )
-    if roof := result.get("roofline"):
-        parts.append(
-            f"A step of ours plain takes {roof['plain_step_ms']:.2f} ms and reads {roof['weight_bytes'] / 1e6:.0f} MB of weights: "
-            f"{roof['weights_gb_s']:.1f} GB/s; a sum over memory reads {roof['memory_gb_s']:.1f} GB/s here."
-        )
-    return "\n\n".join(parts)
-
-
-def _ratios(table: dict[tuple[str, str], dict[str, Any]], names: list[str], label: str) -> str:
-    columns = list(dict.fromkeys(category for category, _ in table))
-    lines = [f"Decoding, times as fast as {label.replace('_', ' ')} (geometric mean over prompts)", ""]
-    lines += [f"| contender | {' | '.join(columns)} | worst..best prompt |", "|---" * (len(columns) + 2) + "|"]
-    for name in names:
-        cells = [table.get((category, name), {}).get(f"against_{label}") for category in columns]
-        spread = f"{cells[-1]['worst']:.2f}..{cells[-1]['best']:.2f}" if cells[-1] else "-"
-        ratios = [f"{cell['ratio']:.2f}x" if cell else "-" for cell in cells]
-        lines.append(f"| {' | '.join([name, *ratios, spread])} |")
-    return "\n".join(lines)
-
-
-def _explained(table: list[dict[str, Any]]) -> str:
-    lines = [
-        "| over all prompts | tokens/s | ms a step | draft forwards | verify forward | host | first token ms | tokens/call | accepted | repeated | = ours plain | = stock plain |"
-    ]
-    lines += ["|---" * 12 + "|"]
-    for r in table:
-        step = [f"{r['ms_per_step'][k]:.2f}" if k in r["ms_per_step"] else "-" for k in ("step", "draft", "verify", "host")]
-        speeds = [
-            f"{x:.{n}f}" if x is not None else "-" for x, n in ((r["tokens_per_second"], 0), (r["first_token_ms"], 1), (r["tokens_per_call"], 2))
-        ]
-        shares = [f"{x:.0%}" if x is not None else "-" for x in (r["acceptance_rate"], r["repetition"])]
-        same = [f"{x} of {r['prompts']}" if x is not None else "-" for x in (r["identical_to_ours_plain"], r["identical_to_stock_plain"])]
-        lines.append(f"| {' | '.join([r['contender'], speeds[0], *step, *speeds[1:], *shares, *same])} |")
-    return "\n".join(lines)
+    memory = machine.bandwidth(device) / 1e9
+    return {"weight_bytes": weights, "plain_step_ms": steps[0], "weights_gb_s": weights / steps[0] / 1e6, "memory_gb_s": memory}
 
 
 def save(result: dict[str, Any], folder: Path, name: str) -> None:

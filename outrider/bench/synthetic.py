@@ -27,6 +27,7 @@ from outrider.core.types import MAX_NODES
 from outrider.measure import cost, machine
 from outrider.models import load as models
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
+from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import BUCKET, Block
 
@@ -77,7 +78,7 @@ def steps(
     progress(f"{LABEL}: building {shape}")
     model = build(SHAPES[shape], max(contexts) + max(widths), dtype, where, compile)
     weights, rows = read_bytes(model.module), []
-    memory = machine.bandwidth() if where.type == "cpu" else None
+    memory = machine.bandwidth(where)
     for used in contexts:
         progress(f"{LABEL}: {used} tokens in the cache")
         seconds, tiers = _time(model, used, widths)
@@ -88,7 +89,7 @@ def steps(
         ]  # fmt: skip
     return {
         "label": LABEL, "where": provenance(), "shape": shape, "dtype": dtype, "device": str(where), "compile": compile, "weight_bytes": weights,
-        "memory_gb_s": memory and memory / 1e9, "assumed_acceptance": alpha, "assumed_draft_cost": draft_cost, "rows": rows,
+        "memory_gb_s": memory / 1e9, "assumed_acceptance": alpha, "assumed_draft_cost": draft_cost, "rows": rows,
     }  # fmt: skip
 
 
@@ -106,7 +107,9 @@ def build(shape: Shape, context: int, dtype: str, device: torch.device, compile:
     module.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     _fill(module)
     if not compile or device.type != "cpu":
-        return models.wrap(module, "synthetic", "", rows=1, context=context, plan=plan)
+        model = models.wrap(module, "synthetic", "", rows=1, context=context, plan=plan)
+        model.compiled = Graphs(model.step) if compile else None
+        return model
     with tempfile.TemporaryDirectory() as folder:
         return _compiled(module, plan, context, Path(folder))
 
@@ -174,10 +177,9 @@ def _assumed(alpha: float, draft_cost: float, gamma: int, width_cost: float) -> 
 
 def table(result: dict[str, Any]) -> str:
     """The rows as Markdown under the label."""
-    memory = f"{result['memory_gb_s']:.1f} GB/s" if result["memory_gb_s"] else "not measured"
     lines = [
         f"**{LABEL}.** Shape {result['shape']}, {result['dtype']} on {result['device']}, {result['weight_bytes'] / 1e9:.2f} GB of weights read a step; "
-        f"a sum over memory: {memory}. Assumed: acceptance {result['assumed_acceptance']}, a guess costs {result['assumed_draft_cost']} of a plain step.",
+        f"a sum over memory: {result['memory_gb_s']:.1f} GB/s. Assumed: acceptance {result['assumed_acceptance']}, a guess costs {result['assumed_draft_cost']} of a plain step.",
         "", "| tokens in cache | width | ms a step | to width 1 | GB/s of weights | served by | assumed tokens a step | assumed speed-up | if width were free |",
         "|---" * 9 + "|",
     ]  # fmt: skip

@@ -160,6 +160,7 @@ class Adaptive:
         elif cheap and frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
+            level = step.gone(name, draft, frontier)
             going = step.deeper(name, draft, frontier)
         if going:
             step.levels[name] = level + 1

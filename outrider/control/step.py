@@ -57,6 +57,16 @@ class Step:
                 return frontier
         return []
 
+    def gone(self, name: str, draft: Draft, frontier: Places) -> int:
+        """Levels that a drafter has gone by now, which may be more than it was let: some draft a few at a time."""
+        level = self.levels[name]
+        if frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
+            own = [n for n in tree.ancestors(draft, frontier[0]) if draft.source[n] & self.tables.bits[name]]
+            reached, line = min(max(len(own), level), DEEPEST), self.page.drafting[name]
+            self.spent += line[reached] - line[level]
+            self.levels[name] = level = reached
+        return level
+
     def _left(self, draft: Draft, survival: list[float], frontier: Places) -> dict[int, float]:
         """Per place, the chance that the text comes by it and goes on with none of the nodes that others have put below."""
         left = {p: survival[p] if p >= 0 else 1.0 for p in frontier}

@@ -18,6 +18,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
 
 HOST = ("cpu",)  # devices whose logits lie in this memory
+FEW = 6  # places whose logits are brought over from another: that is one wait, the vectorised rules wait at every question
 BARS = (-8.0, -inf)  # how far behind the largest logit those lie that are sorted, if the ones before are not enough
 
 
@@ -181,13 +182,20 @@ def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor:
 # The same of one place, on the host.
 
 
+def near(device: str) -> bool:
+    """Does what a device of this name computes lie in the host's memory?"""
+    return device.partition(":")[0] in HOST
+
+
 def hosted(logits: Tensor) -> bool:
-    return logits.device.type in HOST
+    """Are these [..., V] looked at on the host, a place at a time?"""
+    return near(logits.device.type) or logits.shape[:-1].numel() <= FEW
 
 
 def on_host(logits: Tensor) -> NDArray[Any]:
-    """[..., V] -> [n, V], without a copy; of bfloat16 the bits."""
-    x = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
+    """[..., V] -> [n, V], without a copy where they lie there; of bfloat16 the bits."""
+    x = logits.cpu()
+    x = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
     return x.numpy().reshape(-1, x.shape[-1])
 
 

@@ -88,7 +88,7 @@ def grow(
         draft.kind + [kind] * len(new),
         draft.q_row + ([-1] * len(new) if q_row is None else [int(q_row[i]) + offset if q_row[i] >= 0 else -1 for i in new]),
         draft.score + [scores[i] for i in new],
-        q if draft.q is None else draft.q if q is None else cat([draft.q, q]),
+        q if draft.q is None else draft.q if q is None else cat([draft.q, q.to(draft.q.device)]),
     )
 
 

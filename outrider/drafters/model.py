@@ -15,11 +15,12 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
-from outrider.core.sampling import Settings, decided, hosted, kept, line, on_host, process, warp, weights
+from outrider.core.sampling import Settings, decided, hosted, kept, line, near, on_host, process, warp, weights
 from outrider.core.sockets import Model
 from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
 
 MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, so that addresses of noise never meet
+AHEAD = 4  # tokens of a chain that are drafted before the host waits for a device
 
 
 class ModelDrafter:
@@ -50,8 +51,11 @@ class ModelDrafter:
         frontier = [p for p in frontier if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft
+        simple = settings.raw and width == 1 and self.model.spec.vocab_size <= self.vocab
+        if simple and (ahead := self._ahead(seqs, draft, frontier, levels)) > 1:
+            return self._chain(seqs, draft, frontier[0], ahead, source)
         scores = self.model.score(seqs, draft, frontier)
-        if settings.raw and width == 1 and self.model.spec.vocab_size <= self.vocab:
+        if simple:
             tokens, logp = decided(scores)
             return tree.grow(draft, frontier, tokens, source, POINT, [math.exp(x) for x in logp])
         logits = self._fit(scores.logits)
@@ -72,6 +76,21 @@ class ModelDrafter:
             return self._sampled(draft, frontier, logq, width, source, noise)
         raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
+
+    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int) -> int:
+        """Levels that are drafted at once: several on a device for which the host would have to wait at each."""
+        if near(self.model.spec.device) or len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
+            return 1
+        return min(levels, AHEAD, self.model.spec.context - self._end(seqs, draft, frontier[0]))
+
+    def _chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int) -> Draft:
+        """The likeliest tokens below a place, found one after the other without the host."""
+        tokens, logp = decided(self.model.chain(seqs, draft, place, levels))  # type: ignore[attr-defined]
+        made = tree.run(draft, place, tokens, source, [math.exp(x) for x in logp])
+        nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(levels - 1)]
+        if nodes[:1] != [len(draft)]:  # others had guessed the same
+            self.model.rename(seqs[0], dict(enumerate(nodes, len(draft))))  # type: ignore[attr-defined]
+        return made
 
     @staticmethod
     def _one(raw: NDArray[Any], place: int, draft: Draft, source: int, settings: Settings, noise: RowNoise) -> tuple[int, float, Tensor | None]:

@@ -18,6 +18,7 @@ from outrider.core.config import cache_folder
 
 SIDE, COUNT = 1024, 12  # the products timed: COUNT square matrices of SIDE, more than fits near one core
 ROUNDS = 6  # times that every dtype is timed, in turn, so that what else the machine does meets all of them; the shortest counts
+CPU = torch.device("cpu")
 VERSION = "2"  # of how it is measured
 
 
@@ -35,13 +36,13 @@ def fastest_dtype(candidates: tuple[str, ...]) -> str:
     return min(candidates, key=lambda name: known["products"][name])
 
 
-def bandwidth(megabytes: int = 256) -> float:
-    """Bytes a second that a sum over much more than the caches reads; measured at every call."""
-    x = torch.ones(megabytes << 18)  # 4 bytes each
+def bandwidth(device: torch.device = CPU, megabytes: int = 256) -> float:
+    """Bytes a second that a sum over much more than the caches of a device reads; measured at every call."""
+    x = torch.ones(megabytes << 18, device=device)  # 4 bytes each
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        x.sum()
+        x.sum().item()  # which waits for it
         times.append(time.perf_counter() - start)
     return x.nbytes / min(times)
 

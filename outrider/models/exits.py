@@ -61,8 +61,12 @@ class EarlyExit(HFView):
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.forget([self.rows.of(seq).index for seq in seqs])
 
-    def _serve(self, block: Block) -> tuple[Tensor, Tensor]:
-        out = super()._serve(block)
+    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int) -> Scores:
+        self.forget([self.rows.of(seqs[~place]).index] if place < 0 else [])
+        return super().chain(seqs, draft, place, levels)
+
+    def _serve(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = super()._serve(block, last)
         self._keep(block)
         return out
 

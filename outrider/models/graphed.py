@@ -52,6 +52,7 @@ class Graphs:
     def wait(self) -> None:
         """Nothing is built elsewhere."""
 
+    @torch.inference_mode()  # else what a capture made may not be written to
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """table on the host or the device; outputs live until the next step of the same shape."""
         width = table.shape[1]
@@ -60,8 +61,7 @@ class Graphs:
         padded = self._padded(table, full, rows[0].shape[2] - 1)
         held = self.graphs.get(key) or self._capture(key, padded, self._read(read, slots), rows)
         if held is None:
-            with torch.inference_mode():
-                logits, found = self.step(padded.to(rows[0].device), self._read(read, slots), rows)
+            logits, found = self.step(padded.to(rows[0].device), self._read(read, slots), rows)
         else:
             self.graphs.move_to_end(key)
             held.table.copy_(padded, non_blocking=True)
@@ -83,7 +83,6 @@ class Graphs:
             self.numbers = torch.arange(max(slots, 4096), device=read.device)
         return self.numbers[:slots]
 
-    @torch.inference_mode()
     def _capture(self, key: tuple[int, ...], table: Tensor, read: Tensor, rows: list[Tensor]) -> Graph | None:
         """A graph of this shape, from its second use on; None leaves the step at hand to the eager tier."""
         self.seen[key] += 1

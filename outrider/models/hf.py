@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, ModelSpec, Outcome, Places, Scores, Sequence
+from outrider.core.types import SAMPLED, Draft, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.compiled import Compiled
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Rows
@@ -83,19 +84,40 @@ class HFModel:
             tail = self.rows.tail(seq)[:-1]
             for start in range(0, len(tail), self.chunk):
                 part = tail[start : start + self.chunk]
-                self._eager(self.rows.append(seq, part), nodes=False, **self.one_logit)
+                self._eager(self.rows.append(seq, part), None, nodes=False, **self.one_logit)
                 self.rows.appended(seq, part)
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: Any = None) -> Scores:
         """As the socket says. reusing: a view of the first layers (models.exits); what it computed in this step is not computed again."""
-        if long := [seqs[~p] for p in places if p < 0 and self.rows.behind(seqs[~p]) > LONG_TAIL]:
-            self.prefill(long)
+        self._catch_up(seqs, places)
         if reusing is not None:
             reusing.forget([row.index for s in seqs if (row := self.rows.of(s)).base < 0])  # of a step that was dropped
         layout = self.rows.layout(seqs, draft, places, resume=reusing is not None)
         outs = [self._forward(block) if reusing is None else reusing.finish(block) for block in layout.blocks]
         logits, found = outs[0] if len(outs) == 1 else [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
         return Scores(logits, at=layout.at, found=found)
+
+    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int) -> Scores:
+        """`score` of a place of one row, of the likeliest token after it, of the likeliest after that: `levels` places in all. Tokens go from forward to
+        forward on the device; the host waits once, when it reads `found`. The guesses are this step's scratch, as nodes len(draft), len(draft) + 1, ...,
+        until `rename` says what became of them."""
+        self._catch_up(seqs, [place])
+        found: list[Tensor] = []
+        for _ in range(levels):
+            (block,) = self.rows.layout(seqs, draft, [place]).blocks
+            logits, told = self._serve(block, found[-1][0] if found else None)
+            found.append(told[0, -1].clone())  # what a graph found lives until its next step
+            draft, place = tree.grow(draft, [place], [0], 0, SAMPLED), len(draft)
+        return Scores(logits[:, -1:], found=torch.stack(found)[None])
+
+    def rename(self, seq: Sequence, names: dict[int, int]) -> None:
+        """Nodes that are called otherwise now."""
+        self.rows.rename(seq, names)
+
+    def _catch_up(self, seqs: list[Sequence], places: Places) -> None:
+        """Rows that are asked for and have much to read do so first."""
+        if long := [seqs[~p] for p in places if p < 0 and self.rows.behind(seqs[~p]) > LONG_TAIL]:
+            self.prefill(long)
 
     def pin(self) -> None:
         """From now on every step runs in one tier, at one width (or narrower, where a package gives every column the bits it has alone), over slots that
@@ -121,30 +143,34 @@ class HFModel:
             table[..., 2:4] = self.store.capacity - 1, 1  # padding
             table[:, :width] = block.table
             read = min(-(-block.read // STRICT_READ) * STRICT_READ, self.store.capacity - 1)
-        parts = [self._serve(Block(block.first, table[:, i : i + STRICT_WIDTH].copy(), read)) for i in range(0, table.shape[1], STRICT_WIDTH)]
+        starts = range(0, table.shape[1], STRICT_WIDTH)
+        parts = [
+            [x.clone() for x in self._serve(Block(block.first, table[:, i : i + STRICT_WIDTH].copy(), read))] for i in starts
+        ]  # graphs overwrite
         logits, found = [torch.cat(list(part), 1)[:, :width] for part in zip(*parts, strict=True)]
         return logits, found
 
-    def _serve(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _serve(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """last: the token of the last column, where only the device knows it."""
         if self.compiled is None:
-            return self._eager(block)
+            return self._eager(block, last)
         package = self.compiled.get(*block.table.shape[:2])
         self.meter.tier = "compiled" if package else self.compiled.reason
         if package is None:
-            return self._eager(block)
+            return self._eager(block, last)
         start = time.perf_counter()
-        out = package(*self._inputs(block))
+        out = package(*self._inputs(block, last))
         self.meter.seconds += time.perf_counter() - start
         return out
 
     @torch.inference_mode()
-    def _eager(self, block: Block, **options: Any) -> tuple[Tensor, Tensor]:
+    def _eager(self, block: Block, last: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
-        out: tuple[Tensor, Tensor] = self.step(*self._inputs(block), **options)
+        out: tuple[Tensor, Tensor] = self.step(*self._inputs(block, last), **options)
         self.meter.seconds += time.perf_counter() - start
         return out
 
-    def _inputs(self, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _inputs(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.forwards += 1
         self.computed += block.table.shape[0] * block.table.shape[1]
         if block.read not in self.reads:
@@ -152,6 +178,8 @@ class HFModel:
         table = torch.from_numpy(block.table)
         if self.device.type != "cpu":
             table = table.pin_memory().to(self.device, non_blocking=True)
+        if last is not None:
+            table[0, -1, 0] = last
         return table, self.reads[block.read], self.store.rows(block.first, len(block.table))
 
     def view(self, layers: tuple[int, ...]) -> "HFView":

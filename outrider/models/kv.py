@@ -221,6 +221,12 @@ class Rows:
             lines = [line + [padding] * (width - len(line)) for line in lines]
         return Block(held[0].index, np.array(lines), _bucket(top, self.capacity))
 
+    def rename(self, seq: Sequence, names: dict[int, int]) -> None:
+        """Nodes of this step's scratch that are called otherwise now. One whose name is taken is no node any more, but keeps its slot."""
+        row = self.of(seq)
+        taken = row.scratch.keys() - names.keys()
+        row.scratch = {~node if (name := names.get(node, node)) in taken and node in names else name: sees for node, sees in row.scratch.items()}
+
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.
 

@@ -1,0 +1,350 @@
+"""What a GPU needs of the code, shown without one: few waits, chains that never leave the device, graphs at fixed addresses, meters.
+
+`HOST` without the CPU makes this machine's memory another device's; graphs are played by what runs the captured step again.
+"""
+
+import sys
+import types
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from contracts import check_scores, plain, recompute, request, run
+from tiny import tiny_folder
+
+from outrider.bench import prompts, table
+from outrider.bench import run as bench
+from outrider.control.fixed import fixed
+from outrider.core import sampling, tree
+from outrider.core.types import Plan
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import AHEAD, ModelDrafter
+from outrider.measure import device
+from outrider.models import graphed
+from outrider.models.load import wrap
+from outrider.runtime.engine import Engine
+
+CUDA = torch.device("cuda", 0)
+LOOP = [3, 1, 4, 1, 5, 9, 2, 6] * 3
+KINDS = ["llama", "gemma2", "gpt2"]
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """What the CPU computes lies elsewhere."""
+    monkeypatch.setattr(sampling, "HOST", ())
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[str]:
+    """Every time that Python asks what a tensor holds."""
+    seen: list[str] = []
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _real=real, _name=name, **k: seen.append(_name) or _real(self, *a, **k))
+    return seen
+
+
+def pair(name: str = "llama", noise: float = 0.15):
+    return tuple(wrap(zoo.module(name, noise=n), label, "zoo", context=200) for n, label in ((0.0, "target"), (noise, "draft")))
+
+
+def records(name: str, plan: Plan, noise: float, **asked):
+    """Drafts, depths and text of one request, lookup before the draft model."""
+    target, draft = pair(name, noise)
+    engine = Engine(target, {"lookup": Lookup(floor=0.0), "model": ModelDrafter(draft, "model")}, fixed(plan), 1)
+    seq = run(engine, [request(LOOP, "r", **{"max_tokens": 40, **asked})])[0]
+    drafts = [(r.draft.token, r.draft.parent, r.draft.source, r.draft.score, r.levels, r.accepted) for r in seq.records]
+    return drafts, seq.generated, draft.forwards
+
+
+# --- chains on the device
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("depth", [2, 4, 7])
+@pytest.mark.parametrize("noise", [0.05, 0.4])
+def test_a_chain_that_stays_on_the_device_is_the_chain_of_single_levels(name, depth, noise, request):
+    """Token for token and score for score, over a whole text: caches of nodes that others had guessed too are found again."""
+    plan = Plan((("lookup", 3, 1), ("model", depth, 1)))
+    near = records(name, plan, noise)
+    request.getfixturevalue("far")
+    assert records(name, plan, noise) == near
+    assert any(sum(s == 3 for s in sources) for _, _, sources, *_ in near[0]), "some guesses were both drafters'"
+
+
+def test_a_chain_goes_no_further_than_its_model(far):
+    """The draft model's context ends within the chain; so does the text that is still wanted."""
+    target, _ = pair()
+    draft = wrap(zoo.module("llama", noise=0.1), "draft", "zoo", context=len(LOOP) + 6)
+    seq = run(Engine(target, {"model": ModelDrafter(draft, "model")}, fixed(Plan((("model", 8, 1),))), 1), [request(LOOP, max_tokens=20)])[0]
+    assert seq.generated == plain(target, [request(LOOP, max_tokens=20)])[0]
+    assert [r.drafted[0] for r in seq.records[:2]] == [6, 5], "to the last token of its context"
+    assert not any(sum(r.drafted) for r in seq.records if r.context[0] >= len(LOOP) + 6)
+
+
+def test_scratch_takes_the_names_of_what_it_became():
+    target, _ = pair()
+    seq = sequence_of(target)
+    row = target.rows.of(seq)
+    row.base, row.scratch = 5, {0: 1, 3: 2, 4: 6, 5: 14}
+    target.rename(seq, {3: 0, 4: 1, 5: 3})
+    assert row.scratch == {0: 1, ~3: 2, 1: 6, 3: 14} and list(row.scratch) == [0, ~3, 1, 3], "slots stay in order; a name that is taken is not given"
+
+
+def sequence_of(model):
+    engine = Engine(model, {}, fixed(Plan()), 1)
+    seq = engine.submit(request(LOOP))
+    engine.step()
+    return seq
+
+
+# --- waits
+
+
+@pytest.mark.parametrize(
+    "plan, asked, most",
+    [
+        (Plan(), {}, 1),
+        (Plan((("lookup", 5, 1),)), {}, 1),
+        (Plan(), {"temperature": 1.0, "top_p": 0.9}, 1),
+        (Plan((("lookup", 4, 1),)), {"temperature": 0.8, "top_k": 9, "rule": "exact"}, 1),
+        (Plan((("model", AHEAD, 1),)), {}, 2),
+        (Plan((("lookup", 3, 1), ("model", 2 * AHEAD, 1))), {}, 3),
+    ],
+    ids=["plain", "lookup", "sampled", "exact-lookup", "model", "union"],
+)
+def test_a_step_asks_the_device_seldom(plan, asked, most, far, waits):
+    """Once for the verdict, and once for every few levels of a draft model."""
+    target, draft = pair()
+    engine = Engine(target, {"lookup": Lookup(floor=0.0), "model": ModelDrafter(draft, "model")}, fixed(plan), 1)
+    seq = engine.submit(request(LOOP, max_tokens=24, **asked))
+    engine.step()
+    while seq.finish_reason is None:
+        waits.clear()
+        engine.step()
+        assert 1 <= len(waits) <= most, waits
+    assert plan == Plan() or any(sum(r.drafted) for r in seq.records)
+
+
+def test_many_rows_are_judged_where_they_are(far, waits, monkeypatch):
+    """More places than are worth bringing over go by the vectorised rules."""
+    monkeypatch.setattr(sampling, "FEW", 3)
+    target = wrap(zoo.module("llama"), "target", "zoo", rows=4, context=200)
+    asked = [request(LOOP[: 5 + i], f"r{i}", seed=i, max_tokens=6, temperature=1.0) for i in range(4)]
+    engine = Engine(target, {}, fixed(Plan()), 4)
+    seqs = [engine.submit(r) for r in asked]
+    engine.step()
+    waits.clear()
+    engine.step()
+    assert "cpu" not in waits
+    while any(s.finish_reason is None for s in seqs):
+        engine.step()
+    assert [s.generated for s in seqs] == plain(target, asked)
+
+
+def test_waits_are_counted_as_torch_tells_them(monkeypatch):
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: modes.append(mode))
+    with device.waits(CUDA) as found:
+        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations", stacklevel=1)
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at here.)", stacklevel=1)
+        assert found == []
+    assert len(found) == 3 and all(place.startswith(__file__) for place in found) and modes == [0, "warn", 0]
+    with device.waits(torch.device("cpu")) as found:
+        torch.ones(1).item()
+    assert found == [] and modes == [0, "warn", 0]
+
+
+# --- energy
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A driver whose counter goes up by 2.5 J a look."""
+    looks = iter(range(0, 10**9, 2500))
+    fake = types.SimpleNamespace(
+        NVMLError=type("NVMLError", (Exception,), {}), nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(looks),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1-2-3"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device._counter.cache_clear()
+    yield fake
+    device._counter.cache_clear()
+
+
+def test_a_meter_reads_the_drivers_counter(nvml):
+    with device.DeviceMeter(CUDA).window() as read:
+        assert read == []
+    assert (read[0].joules, read[0].source, read[0].covers) == (2.5, "NVML", device.COVERS) and read[0].seconds > 0
+
+
+def test_a_meter_without_a_counter_says_why(nvml, monkeypatch):
+    with device.DeviceMeter(torch.device("cpu")).window() as read:
+        pass
+    assert read[0].joules is None and read[0].source == "none: no counter of a cpu"
+
+    def refuse():
+        raise nvml.NVMLError("Driver Not Loaded")
+
+    monkeypatch.setattr(nvml, "nvmlInit", refuse)
+    with device.DeviceMeter(CUDA).window() as read:
+        pass
+    assert (read[0].joules, read[0].source) == (None, "none: Driver Not Loaded")
+    device._counter.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with device.DeviceMeter(CUDA).window() as read:
+        pass
+    assert read[0].joules is None and "pip install outrider[gpu]" in read[0].source
+
+
+# --- graphs
+
+
+class Again:
+    """Plays a CUDA graph: a replay runs what was captured again, from the same tensors into the same tensors."""
+
+    recording: "Again | None" = None
+
+    def note(self, step, given, out) -> None:
+        self.step, self.given, self.out = step, given, out
+
+    def replay(self) -> None:
+        for held, new in zip(self.out, self.step(*self.given), strict=True):
+            held.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """`Graphs` on this machine. Call it with a model to serve its steps so."""
+
+    @contextmanager
+    def capture(graph):
+        Again.recording = graph
+        yield
+        Again.recording = None
+
+    def noted(step):
+        def call(*given):
+            out = step(*given)
+            if Again.recording is not None:
+                Again.recording.note(step, given, out)
+            return out
+
+        return call
+
+    def serve(model):
+        model.compiled = graphed.Graphs(noted(model.step))
+        return model
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Again)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return serve
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_graphs_give_what_eager_steps_give(name, graphs):
+    """Ragged rows, chains and trees: padded columns and slots change nothing, and no output is overwritten before it is read."""
+    model = graphs(wrap(zoo.module(name), "target", "zoo", context=200, rows=3, chunk=4))
+    check_scores(model, recompute(model), np.random.default_rng(1), zoo.VOCAB, 2e-3, steps=24)
+    assert model.compiled.graphs and model.compiled.reason == "eager:first-use" and model.meter.tier == "compiled"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_texts_and_drafts_of_graphs_are_those_of_eager_steps(strict, graphs, far):
+    plan, written = Plan((("lookup", 6, 1), ("model", 6, 1))), []
+    for serve in (lambda model: model, graphs):
+        target, draft = map(serve, pair())
+        if strict:
+            target.pin()
+        engine = Engine(target, {"lookup": Lookup(floor=0.0), "model": ModelDrafter(draft, "model")}, fixed(plan), 1, strict=strict)
+        seq = run(engine, [request(LOOP, max_tokens=40)])[0]
+        written.append((seq.generated, [r.draft.token for r in seq.records]))
+    assert written[0] == written[1] and written[0][0] == plain(pair()[0], [request(LOOP, max_tokens=40)])[0]
+    assert {key[2] for key in target.compiled.graphs} <= set(graphed.WIDTHS) and draft.compiled.graphs
+
+
+def test_a_strict_step_of_two_parts_keeps_both(graphs):
+    """The second part's replay writes where the first part's logits lay."""
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=200))
+    model.pin()
+    check_scores_of_chain(model)
+    check_scores_of_chain(model)
+
+
+def check_scores_of_chain(model) -> None:
+    seq = sequence_of(model)
+    draft = tree.run(tree.empty(1), -1, list(range(20, 32)), 1, [1.0] * 12)
+    got = model.score([seq], draft, tree.all_places(draft)).logits
+    for i, line in enumerate(got):
+        torch.testing.assert_close(line, recompute(model)(seq.tokens + draft.token[:i]), rtol=0, atol=1e-4)
+    model.close(seq)
+
+
+def test_few_graphs_are_kept(graphs, monkeypatch):
+    monkeypatch.setattr(graphed, "MOST", 2)
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=200))
+    for _ in range(2):
+        for width in (1, 2, 4, 8):
+            table = torch.zeros(1, width, 5, dtype=torch.int64)
+            table[..., 3] = 1
+            for _ in range(2):
+                model.compiled(table, torch.arange(64), model.store.rows(0, 1))
+    assert [key[2] for key in model.compiled.graphs] == [4, 8], "the least used are dropped"
+
+
+@pytest.mark.parametrize("how", ["raises", "differs"])
+def test_a_capture_that_fails_leaves_the_model_eager(how, graphs, monkeypatch):
+    def spoil(self):
+        if how == "raises":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.out[0].add_(100 * torch.randn_like(self.out[0]))
+
+    monkeypatch.setattr(Again, "replay", spoil)
+    target = graphs(pair()[0])
+    asked = request(LOOP, max_tokens=12)
+    seq = run(Engine(target, {}, fixed(Plan()), 1), [asked])[0]
+    assert seq.generated == plain(pair()[0], [asked])[0]
+    assert target.compiled.reason == "eager:capture-failed" == seq.records[-1].tiers["target"] and not target.compiled.graphs
+
+
+# --- the benchmark's columns
+
+
+def test_energy_and_waits_have_columns_where_they_are_known(tmp_path, monkeypatch):
+    """Joules of each text over its tokens; a CPU, of which neither is known, has no such columns."""
+    monkeypatch.setattr(prompts, "load", lambda category: [prompts.Prompt(category, category, "the quick brown fox jumps over", None, 0.0)])
+    folders = tiny_folder(tmp_path / "target"), tiny_folder(tmp_path / "draft", jitter=0.03)
+    result = bench.speed(
+        1, 6, 3, lambda at: None, target=folders[0], draft=folders[1], device="cpu", dtype="float32", compile="off",
+        contenders=("ours plain", "ours lookup"),
+    )  # fmt: skip
+    assert result["energy"] == "none: no counter of a cpu" and "J/token" not in table.markdown(result)
+    rows = [
+        bench.Row("p", "code", name, [1, 2, 3, 4], 1, 2.0, 1.0, 3, 0, 0, joules=joules)
+        for name, joules in (("ours plain", 2.0), ("ours lookup", 1.0))
+    ]
+    summed = bench.summary(rows, {"ours plain": 1.0, "ours lookup": 1.5})
+    lines = table.markdown({"summary": summed}).splitlines()
+    head, plain_, lookup = [line.split(" | ") for line in lines if line.startswith(("| over all", "| ours"))][-3:]
+    at = [head.index(name) for name in ("J/token", "host waits/step")]
+    assert [[line[i] for i in at] for line in (plain_, lookup)] == [["0.500", "1.00"], ["0.250", "1.50"]]
+
+
+def test_a_contenders_waits_are_those_of_its_steps(monkeypatch):
+    @contextmanager
+    def counted(where):
+        found: list[str] = []
+        yield found
+        found += ["here"] * 12
+
+    monkeypatch.setattr(bench, "waits", counted)
+    row = bench.Row("p", "code", "ours plain", [1], 1, 1.0, 1.0, 5, 0, 0)
+    assert bench.waits_of(lambda name, prompt, most: row, "ours plain", CUDA) == 2.0
