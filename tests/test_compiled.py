@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -275,7 +277,8 @@ def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache,
     recipe = recipe_of(folder)
     place = recipe.place()
     place.mkdir(parents=True)
-    (place / "lock").write_text(str(os.getpid()))
+    builder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", compiled.BUILDER])
+    (place / "lock").write_text(str(builder.pid))
     found = Compiled(recipe, model_of(folder).step)
 
     def finish() -> None:
@@ -287,7 +290,20 @@ def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache,
     late.start()
     found.wait()
     late.join()
+    builder.kill()
+    builder.wait()
     assert set(found.packages) == set(SHAPES) and found.reason == "eager:building" and started == []
+
+
+def test_another_process_of_a_dead_builders_number_is_no_builder(folder, cache, started):
+    """Numbers are given again: this very process has the one that stands in the lock."""
+    recipe = recipe_of(folder)
+    place = recipe.place()
+    place.mkdir(parents=True)
+    (place / "lock").write_text(str(os.getpid()))
+    found = Compiled(recipe, model_of(folder).step)
+    found._start()
+    assert len(started) == 1
 
 
 def test_running_text_changes_over_when_the_package_comes(built, folder, cache, started, monkeypatch):

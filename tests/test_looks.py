@@ -1,16 +1,21 @@
 """Law: drafters are looked at where that can pay, and asked only for what is likely enough; whoever becomes right is seen to be."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from contracts import sequence
+from contracts import request, run, sequence
 from test_controller import FREE, flat, lookups
 from written import adaptive, costs, drive, linear, trace
 
-from outrider.control.controller import SAMPLE, YOUNG
+from outrider.control.controller import SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import GUESSES, PATIENCE, RESTS, SILENT, UNPAID, Row, awake
-from outrider.core.types import Sequence
+from outrider.control.tables import Tables
+from outrider.core.types import Draft, Sequence
+from outrider.measure.cost import Costs
+from outrider.models.toy import ToyModel
+from outrider.runtime.engine import Engine
 
 
 class Says:
@@ -95,3 +100,38 @@ def test_who_lost_in_the_requests_before_is_looked_at_later_and_is_not_forgotten
     assert first[0] == 0 and min(first[-5:]) > 10 and controller.worth < 0
     verified = [sum(r.drafted[0] for r in records) for records in drive(right, controller)]
     assert not any(verified[:5]) and min(verified[20:]) > 5 and controller.worth > 0
+
+
+@pytest.mark.parametrize("how", ["alone", "rules"])
+def test_who_rests_rests_though_others_take_turns(how: str) -> None:
+    """Two requests that never share a step are looked at as seldom as one by itself: what is slept in the one is not forgotten in the other."""
+
+    class Silent:
+        name, draws, looks = "lookup", False, 0
+
+        def begin(self, seq: Sequence) -> None:
+            seq.slots["lookup"] = self
+
+        def chance(self, tokens: list[int]) -> float:
+            self.looks += 1
+            return 0.0
+
+        def end(self, seq: Sequence) -> None:
+            seq.slots.pop("lookup", None)
+
+        def observe(self, *step: object) -> None: ...
+
+        def extend(self, seqs: list[Sequence], draft: Draft, *how: object, **more: object) -> Draft:
+            return draft
+
+    def looks(count: int) -> float:
+        drafter, ticks = Silent(), itertools.count()
+        controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.05})), lambda: "")
+        engine = Engine(ToyModel(20, 1, context=500), {"lookup": drafter}, controller, 2, strict=how == "alone")
+        engine.now = lambda: next(ticks) * 1e-4
+        heat = {"temperature": 1.0} if how == "rules" else {}
+        run(engine, [request([1, 2, 3], f"r{i}", rule=("exact", "coupled")[i], max_tokens=300, **heat) for i in range(count)])
+        return drafter.looks / count
+
+    one = looks(1)
+    assert one < 80 and looks(2) <= 1.2 * one

@@ -91,6 +91,7 @@ WHOLE = json.dumps({"version": profile.VERSION, "fingerprint": MARK, "data": DAT
 DAMAGED = {
     "empty": b"", "half": WHOLE[: len(WHOLE) // 2].encode(), "no text": b"\xff\xfe\x00\x80", "a list": b"[1, 2]", "a number": b"3", "null": b"null",
     "no data": json.dumps({"version": 1, "fingerprint": MARK}).encode(), "data is a list": WHOLE.replace(json.dumps(DATA), "[]").encode(),
+    "not a number": WHOLE.replace(json.dumps(DATA), '{"a": [1, NaN]}').encode(), "null in it": WHOLE.replace(json.dumps(DATA), '{"a": {"b": null}}').encode(),
     "version is text": WHOLE.replace('"version": 1', '"version": "1"').encode(), "mark is null": WHOLE.replace(json.dumps(MARK), "null").encode(),
 }  # fmt: skip
 
@@ -143,13 +144,17 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(tmp_path):
     ("theirs", "mine", "base", "both"),
     [
         ([4, 1.0], [6, 3.0], [0, 0.0], [10, 2.2]),
-        ([4, 1.0], [6, 4.0], [4, 1.0], [6, 2.0]),  # two observations of mine beside four of theirs
+        ([4, 1.0], [6, 4.0], [4, 1.0], [6, 4.0]),  # they learned nothing
+        ([6, 1.0], [6, 4.0], [4, 1.0], [8, 1.75]),  # two observations of mine beside six of theirs
         ([9, 1.0], [4, 1.0], [4, 1.0], [9, 1.0]),  # I learned nothing
-        ([9, 1.0], [2, 5.0], [4, 1.0], [9, 1.0]),  # and may have forgotten
+        ([9, 1.0], [2, 5.0], [4, 1.0], [2, 5.0]),  # I measured anew
+        ([1000, 1.0], [1000, 0.0], [1000, 1.0], [1000, 0.0]),  # I learned, and count no further
+        ([1000, 0.9], [1000, 0.1], [1000, 1.0], [1000, 0.5]),  # so did they
+        ([1, 3.0], [1, 5.0], [1, 4.0], [1, 4.0]),
         ([0, 1.0], [0, 2.0], None, [0, 2.0]),
         ([4, 1.0, 8.0], [4, 3.0, 0.0], None, [8, 2.0, 4.0]),
         ({"a": [1, 1.0]}, {"b": [2, 2.0]}, {}, {"a": [1, 1.0], "b": [2, 2.0]}),
-        ({"a": {"b": [2, 1.0]}}, {"a": {"b": [4, 4.0]}}, {"a": {"b": [2, 1.0]}}, {"a": {"b": [4, 2.5]}}),
+        ({"a": {"b": [3, 1.0]}}, {"a": {"b": [4, 4.0]}}, {"a": {"b": [2, 1.0]}}, {"a": {"b": [5, 2.2]}}),
         ({"n": 12}, {"n": 15}, {"n": 10}, {"n": 17}),
         ({"n": 12}, {"n": 15}, {}, {"n": 27}),
         ({"x": 0.25}, {"x": 0.5}, {"x": 0.5}, {"x": 0.25}),
@@ -160,6 +165,17 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(tmp_path):
 )  # fmt: skip
 def test_what_i_learned_is_added_to_what_they_know(theirs, mine, base, both):
     assert profile.merged(theirs, mine, base) == both
+
+
+def test_what_one_unlearns_is_on_disk_though_another_wrote(tmp_path):
+    """Counts have a most, so they stand still while shares move: the file follows in the end."""
+    file = tmp_path / "p.json"
+    mine = profile.save(file, MARK, {"cell": [1000, 1.0], "seen": [1, 0.5]}, {})
+    profile.save(file, MARK, {"cell": [1000, 0.99], "seen": [1, 0.5]}, mine)
+    for n in range(12):
+        mine = profile.save(file, MARK, {"cell": [1000, 0.1 / 2**n], "seen": [1, 2.0]}, mine)
+    there = profile.load(file, MARK)
+    assert there["cell"][0] == 1000 and there["cell"][1] < 0.01 and there["seen"] == [1, 2.0]
 
 
 def test_means_of_two_who_began_with_nothing_are_those_of_all_they_saw(tmp_path):

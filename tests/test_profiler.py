@@ -72,6 +72,15 @@ def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():
     assert min(tables.costs.catch_up["model"].values()) >= 0
 
 
+def test_a_sweep_runs_the_passes_that_texts_run(monkeypatch):
+    """Where the target is compiled, early exits are not inlined: a sweep that did would time eager steps as compiled ones."""
+    engine, tables = toys()
+    engine.jit.front, real, ran = ("merge-tries",), Engine.step, set()
+    monkeypatch.setattr(Engine, "step", lambda self: ran.add(tuple(self.jit.front)) or real(self))
+    sweep(engine, tables, context=100, patience=1e9, repeats=1)
+    assert ran == {("merge-tries",)}
+
+
 def test_every_sweep_makes_drafters_read_anew(monkeypatch):
     """A second sweep over the first's text would find it in the draft model's rows, and reading would seem to cost nothing."""
     engine, tables = toys()
@@ -332,10 +341,29 @@ def test_a_profile_that_cannot_be_written_costs_a_warning_and_no_text(folders, t
     assert "was not written" in caplog.text and text == runtime.generate(TEXT, speculation="off", **HOW).tokens
 
 
+def curve(**cells: list[float]) -> dict:
+    return {"costs": {"verify": {"- rows 1 context 512 greedy": {"start": 1e-3, "slope": 0.0, "spread": 1.5, "seen": cells}}}}
+
+
 @pytest.mark.parametrize(
-    "nonsense", [{"costs": {"verify": {"no situation": 1}}}, {"predictors": {"logistic": 3}}, {"hedge": {"weights": {"a": 1}}}], ids=str
+    "nonsense",
+    [
+        {"costs": {"verify": {"no situation": 1}}},
+        {"predictors": {"logistic": 3}},
+        {"hedge": {"weights": {"a": 1}}},
+        {"predictors": {"logistic": {"weights": {"lookup": []}, "squares": {"lookup": []}}}},
+        {"next": {"lookup ?": [1]}},
+        {"next": {"lookup ?": {"a": 1}}},
+        curve(**{"0": []}),
+        curve(**{"0": [1, 0.0]}),
+        curve(**{"0": [1, -1.0]}),
+        curve(**{"-1": [1, 1e-3]}),
+        {"drafts": [1]},
+    ],
+    ids=str,
 )
 def test_a_whole_profile_with_nonsense_in_it_is_set_aside(folders, tmp_path, nonsense):
+    """At load, not in the middle of a text, and once: the next start finds a good one."""
     file = tmp_path / "pair.json"
     pair(folders, profile=str(file)).keeper.save()
     whole = json.loads(file.read_text())

@@ -164,6 +164,8 @@ class _Target:
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
+    def drop(self, seqs: list[Sequence]) -> None: ...
+
     def view(self, layers: tuple[int, ...]) -> "_Target":
         raise OutriderError(f"layers {layers} are no view of a trace", "what was written down has no layers", "a live model")
 

@@ -58,7 +58,7 @@ class Adaptive:
             if self.known is not None and seqs == self.known[0]:
                 self.asleep -= 1
                 return OFF, self.why
-            self.asleep = 0  # another batch: nobody said that it should sleep
+            self._wake()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
         room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread) if page else 0.0
         if page and not page.outdated and (missing := page.seconds[1] + min([line[1] for line in page.drafting.values()], default=0.0) - room) > 0:
@@ -101,6 +101,13 @@ class Adaptive:
         for row in rows:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
         return self.why
+
+    def _wake(self) -> None:
+        """Another batch, of which nobody said that it should sleep: those who did have that much of their rest left."""
+        slept = [row for s in self.known[0] if (row := self.rows.get(s.request.id))] if self.known and self.why == "off:resting" else []
+        for row in slept:
+            row.rest = {name: left + self.asleep for name, left in row.rest.items()}
+        self.asleep = 0
 
     def _let_rest(self, rows: list[Row], names: list[str]) -> str:
         """Those who would have a guess cost more than there is; one that costs less has none now, and may have one in the next step."""

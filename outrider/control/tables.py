@@ -101,6 +101,23 @@ class Tables:
             "drafts": self.drafts,
         }  # fmt: skip
 
+    def tried(self) -> None:
+        """Ask for all that a request may ask for, and learn as it would: nonsense that was read from a profile raises here. What was tried is of no more use."""
+        for at in list(self.costs.verify):
+            page = self.page(at)
+            assert page is not None
+            for name in self.bits:
+                self.alone(page, name)
+                self.least(page, name, 0, 0.0)
+                self._pays(page, name, UNSEEN, 0, 0.0)
+                self.costs.drafted(name, at, 1, page.plain, 1)
+            self.costs.verified(at, 0, page.plain, True)
+        for name in self.bits:
+            self.predictor.update(name, 1, UNSEEN, 0, True, 1)
+            for cell in list(self.next.cells):
+                self.next.count(cell, True)
+            self.hedge.grade({name: 0.0})
+
     def page(self, at: Situation) -> Page | None:
         """What is believed of a situation now; None before anything was measured."""
         curve = self.costs.verifying(at)

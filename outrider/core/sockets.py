@@ -29,6 +29,9 @@ class Model(Protocol):
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the cache of accepted nodes that were scored, forget the rest."""
 
+    def drop(self, seqs: list[Sequence]) -> None:
+        """A step of these failed, wherever it was: forget what it scored, keep what was committed before."""
+
     def close(self, seq: Sequence) -> None:
         """Give the room back; what is cached may serve a later prefix."""
 

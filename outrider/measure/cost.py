@@ -156,6 +156,8 @@ class Curve:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Curve":
+        if any(not 0 <= int(n) <= DEEPEST or count <= 0 or mean < 0 for n, (count, mean) in state["seen"].items()):
+            raise ValueError("numbers of nodes, how often they were seen, and seconds are no less than 0")
         return cls(state["start"], state["slope"], {int(n): list(cell) for n, cell in state["seen"].items()}, state["spread"])
 
 

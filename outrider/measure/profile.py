@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -84,7 +85,7 @@ def load(file: Path, mark: dict[str, str]) -> Json | None:
 def _read(file: Path) -> Json | None:
     try:
         found = json.loads(file.read_text("utf-8"))
-        if all(isinstance(found[key], kind) for key, kind in (("version", int), ("fingerprint", dict), ("data", dict))):
+        if all(isinstance(found[key], kind) for key, kind in (("version", int), ("fingerprint", dict), ("data", dict))) and _numbers(found["data"]):
             whole: Json = found
             return whole
     except FileNotFoundError:
@@ -95,6 +96,13 @@ def _read(file: Path) -> Json | None:
         raise OutriderError(f"{file} cannot be read", str(unreadable), "another file, or profile='off'") from unreadable
     set_aside(file)
     return None
+
+
+def _numbers(data: Any) -> bool:
+    """Is all that it holds a finite number, by name or in lists?"""
+    if isinstance(data, dict | list):
+        return all(map(_numbers, data.values() if isinstance(data, dict) else data))
+    return isinstance(data, int | float) and math.isfinite(data)
 
 
 def set_aside(file: Path) -> None:
@@ -133,7 +141,10 @@ def _turn(file: Path) -> Iterator[None]:
 
 def merged(theirs: Any, mine: Any, base: Any) -> Any:
     """`theirs` and what `mine` added to `base`. A whole number is a count. A list is numbers that begin with how many
-    observations they stand for; the rest of it is averaged by these."""
+    observations they stand for; the rest of it is averaged by these. Counts have a most: where both learned and neither counts
+    more, both are worth the same; what counts less than before was measured anew, and stands."""
+    if mine == base:
+        return theirs
     if isinstance(mine, dict):
         theirs, base = (x if isinstance(x, dict) else {} for x in (theirs, base))
         return {key: merged(theirs[key], mine[key], base.get(key)) if key in theirs and key in mine else theirs.get(key, mine.get(key))
@@ -144,10 +155,11 @@ def merged(theirs: Any, mine: Any, base: Any) -> Any:
         and len(mine) == len(theirs)
         and all(isinstance(x, (int, float)) for x in [*mine, *theirs])
     ):
-        known = base[0] if isinstance(base, list) and base else 0
-        added = max(mine[0] - known, 0)
-        count = theirs[0] + added
-        return [count, *((a * theirs[0] + b * added) / count if count else b for a, b in zip(theirs[1:], mine[1:], strict=True))]
+        added = mine[0] - (base[0] if isinstance(base, list) and base else 0)
+        if theirs == base or added < 0:
+            return mine
+        weight = added or theirs[0] or 1
+        return [theirs[0] + added, *((a * theirs[0] + b * weight) / (theirs[0] + weight) for a, b in zip(theirs[1:], mine[1:], strict=True))]
     if type(mine) is type(theirs) is int:  # a bare count
         return theirs + max(mine - (base if type(base) is int else 0), 0)
-    return mine if mine != base else theirs
+    return mine

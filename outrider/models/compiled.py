@@ -34,6 +34,7 @@ from outrider.models.step import Step
 
 VERSION = 6  # of what is built here: raise it when a package of before must not be used
 SHAPES = ("any", "one")
+BUILDER = "outrider.models.builder"  # the module that a process runs to build them
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
 WAIT = 1800  # seconds after which `wait` gives up
@@ -221,10 +222,10 @@ def _say_once(line: str) -> None:
 
 
 def _held(lock: Path) -> bool:
-    """Is a living process building there?"""
+    """Is a living process building, of the number that stands there?"""
     try:
         process = psutil.Process(int(lock.read_text()))
-        return any("python" in part for part in process.cmdline()[:1])  # one that has ended and is not forgotten has none
+        return BUILDER in process.cmdline()  # numbers are given again, and one that has ended and is not forgotten has none
     except (OSError, ValueError, psutil.Error):
         return False
 
@@ -234,7 +235,7 @@ def start_builder(recipe: Recipe, folder: Path) -> None:
     spec = json.dumps(dataclasses.asdict(recipe))
     with open(folder / "log", "ab") as out:
         child = subprocess.Popen(
-            [sys.executable, "-m", "outrider.models.builder", spec, str(folder)],
+            [sys.executable, "-m", BUILDER, spec, str(folder)],
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,

@@ -61,6 +61,10 @@ class EarlyExit(HFView):
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.forget([self.rows.of(seq).index for seq in seqs])
 
+    def drop(self, seqs: list[Sequence]) -> None:
+        self.forget([self.rows.of(seq).index for seq in seqs])
+        super().drop(seqs)
+
     def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int) -> Scores:
         self.forget([self.rows.of(seqs[~place]).index] if place < 0 else [])
         return super().chain(seqs, draft, place, levels)

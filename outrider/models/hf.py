@@ -79,6 +79,9 @@ class HFModel:
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.rows.commit(seqs, draft, outcome)
 
+    def drop(self, seqs: list[Sequence]) -> None:
+        self.rows.drop(seqs)
+
     def prefill(self, seqs: list[Sequence]) -> None:
         for seq in (s for s in seqs if self.rows.behind(s) > 1):
             tail = self.rows.tail(seq)[:-1]

@@ -227,6 +227,11 @@ class Rows:
         taken = row.scratch.keys() - names.keys()
         row.scratch = {~node if (name := names.get(node, node)) in taken and node in names else name: sees for node, sees in row.scratch.items()}
 
+    def drop(self, seqs: list[Sequence]) -> None:
+        """Forget the scratch of a step that failed: its nodes' names mean others in the next."""
+        for row in map(self.of, seqs):
+            row.base, row.scratch, row.resumed = -1, {}, False
+
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.
 

@@ -105,3 +105,6 @@ class ToyModel:
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.rows.commit(seqs, draft, outcome)
+
+    def drop(self, seqs: list[Sequence]) -> None:
+        self.rows.drop(seqs)

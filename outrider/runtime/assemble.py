@@ -128,12 +128,12 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     known = (profiles.load(file, mark) if file else None) or {}
     objective = float({"latency": 0.0, "energy": 1.0}.get(str(s.objective), s.objective))
     try:
-        tables = Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known))
-    except (KeyError, ValueError, TypeError, AttributeError):  # a whole file, and nonsense in it
+        Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known)).tried()
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):  # a whole file, and nonsense in it
         assert file is not None
         profiles.set_aside(file)
-        known, tables = {}, Tables(cheapest, Costs(assumed), s.predictor, objective=objective)
-    return Keeper(tables, mark, file, known)
+        known = {}
+    return Keeper(Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known)), mark, file, known)
 
 
 def _assumed(part: Drafter, target_bytes: int) -> float:

@@ -20,10 +20,18 @@ class Batcher:
         return seq
 
     def admit(self, open_: Callable[[Sequence], None]) -> None:
-        """Move waiting sequences into free places."""
+        """Move waiting sequences into free places. One that cannot be opened ends as `failed`, and holds up nobody behind it."""
         while self.waiting and len(self.running) < self.rows:
-            open_(self.waiting[0])
-            self.running.append(self.waiting.popleft())
+            seq = self.waiting.popleft()
+            try:
+                open_(seq)
+            except BaseException as failed:
+                if isinstance(failed, Exception):
+                    seq.finish_reason = "failed"
+                else:  # an interruption is not its fault
+                    self.waiting.appendleft(seq)
+                raise
+            self.running.append(seq)
 
     def groups(self) -> Iterator[list[Sequence]]:
         """Running sequences that may share a step: greedy ones share with anyone, others with their own rule; `alone`,

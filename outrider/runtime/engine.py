@@ -51,6 +51,7 @@ class Engine:
     def equip(self, drafters: Mapping[str, Drafter], stages: Stages | None = None, **jit: Any) -> None:
         """Take other drafters, between requests. stages: who guesses beside whom, and who takes over from whom; jit: fields of Jit."""
         self.drafters, self.bits = drafters, {name: 1 << i for i, name in enumerate(drafters)}
+        self.models: list[Any] = [m for m in (self.target, *(getattr(part, "model", None) for part in drafters.values())) if hasattr(m, "drop")]
         self.marked = cache(lambda source: [name for name, bit in self.bits.items() if source & bit])
         draws = {name: getattr(part, "draws", True) for name, part in drafters.items()}
         self.jit = Jit([[name] for name in drafters] if stages is None else stages, draws, self.bits, chain=self.strict, **jit)
@@ -71,12 +72,16 @@ class Engine:
         moved: list[Sequence] = []
         try:
             for group in self.batcher.groups():
-                self._step(group)
+                try:
+                    self._step(group)
+                except BaseException:
+                    for model in self.models:
+                        model.drop(group)
+                    raise
                 moved += group
         finally:
-            for seq in moved:
-                if seq.finish_reason:
-                    self.cancel(seq)
+            for seq in [s for s in self.batcher.running if s.finish_reason]:
+                self.cancel(seq)
         return moved
 
     def _open(self, seq: Sequence) -> None:

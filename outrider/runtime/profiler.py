@@ -91,7 +91,7 @@ def sweep(
     _alone(engine)
     filler = Filler(engine.target.spec.vocab_size)
     before = engine.controller, engine.drafters, engine.bits, engine.jit
-    engine.equip({**engine.drafters, FILLER: filler}, hot=0)
+    engine.equip({**engine.drafters, FILLER: filler}, hot=0, front=engine.jit.front)
     try:
         return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats)
     finally:

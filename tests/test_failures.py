@@ -1,0 +1,141 @@
+"""A step that fails loses nothing and spoils nothing: the texts beside it and after it are those of plain decoding."""
+
+import pytest
+import torch
+from contracts import plain, recompute, request, run
+from zoo import module
+
+from outrider.control.fixed import Told, fixed
+from outrider.core import tree
+from outrider.core.types import Plan
+from outrider.drafters.model import ModelDrafter
+from outrider.models.exits import EarlyExit
+from outrider.models.load import wrap
+from outrider.models.toy import ToyModel
+from outrider.runtime.engine import Engine
+
+
+class Oracle:
+    """Guesses `known`. `broken`: the verb that fails once; `poisoned`: the request that it will not begin."""
+
+    name, draws, broken, poisoned = "oracle", False, "", ""
+
+    def __init__(self, known: list[int] | None = None) -> None:
+        self.known = known or []
+
+    def begin(self, seq):
+        if seq.request.id == self.poisoned:
+            raise RuntimeError("begin failed")
+
+    def end(self, seq): ...
+
+    def observe(self, *step):
+        self._fail("observe")
+
+    def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1):
+        self._fail("extend")
+        for p in frontier:
+            seq, depth = seqs[tree.row_at(draft, p)], tree.depth_at(draft, p)
+            guess = self.known[seq.produced + depth :][:levels]
+            draft = tree.run(draft, p, guess, source, [0.5] * len(guess))
+        return draft
+
+    def _fail(self, verb):
+        if self.broken == verb:
+            self.broken = ""
+            raise RuntimeError(f"{verb} failed")
+
+
+def failed_step(engine):
+    with pytest.raises(RuntimeError, match="failed"):
+        engine.step()
+
+
+BOTH, ALONE = Plan((("early", 2, 1), ("oracle", 2, 1))), Plan((("oracle", 2, 1),))
+
+
+def test_a_cache_holds_what_it_says_after_a_failed_step():
+    """The draft model had scored two nodes when another drafter failed; the next step's nodes have their numbers."""
+    target, draft = ToyModel(20, 1), ToyModel(20, 2, name="draft")
+    asked = request([1, 2, 3], max_tokens=30)
+    oracle, plan = Oracle(plain(target, [asked])[0]), [BOTH]
+    engine = Engine(target, {"early": ModelDrafter(draft, "early"), "oracle": oracle}, Told(lambda seqs: (plan[0], "told")), 2)
+    seq = engine.submit(asked)
+    engine.step()
+    oracle.broken = "extend"
+    failed_step(engine)
+    plan[0] = ALONE
+    engine.step()
+    row = draft.rows.of(seq)
+    assert row.text == seq.tokens[: row.cached] == draft.store.cells[row.index, : row.cached, 0].tolist()
+    plan[0] = BOTH
+    while seq.finish_reason is None:
+        engine.step()
+    assert seq.generated == oracle.known
+
+
+def test_an_early_exit_reuses_nothing_of_a_failed_step():
+    """Its hidden states are found by slots, which the next step's nodes take."""
+    target = wrap(module("llama"), "target", "zoo", context=200)
+    early = EarlyExit(target, 1)
+    asked = request([3, 1, 4, 1, 5], max_tokens=24)
+    oracle, plan = Oracle(plain(target, [asked])[0]), [BOTH]
+    from outrider.compiler.passes.inline_early_exit import EARLY_EXIT
+
+    name = f"{EARLY_EXIT}1"
+    plan[0] = Plan(((name, 2, 1), ("oracle", 2, 1)))
+    engine = Engine(target, {name: ModelDrafter(early, name), "oracle": oracle}, Told(lambda seqs: (plan[0], "told")), 1)
+    seq = engine.submit(asked)
+    engine.step()
+    for _ in range(3):
+        plan[0], oracle.broken = Plan(((name, 2, 1), ("oracle", 2, 1))), "extend"
+        failed_step(engine)
+        plan[0] = ALONE
+        engine.step()
+    while seq.finish_reason is None:
+        engine.step()
+    assert seq.generated == oracle.known
+    with torch.inference_mode():
+        want = recompute(target)(seq.tokens)
+    assert torch.isfinite(want).all() and not early.known
+
+
+@pytest.mark.parametrize("why", ["stop", "length"])
+def test_a_text_that_ended_in_a_failed_step_has_ended(why):
+    """The failure came between its last token and its end; nobody writes on."""
+    target, other = ToyModel(20, 1), request([7, 8], "other", max_tokens=20)
+    text = plain(target, [request([1, 2, 3], max_tokens=20)])[0]
+    asked = request([1, 2, 3], "asked", max_tokens=20 if why == "stop" else 2, ends=frozenset({text[1]} if why == "stop" else ()))
+    want = plain(target, [asked, other])
+    engine = Engine(target, {"oracle": (oracle := Oracle())}, fixed(Plan()), 2)
+    seqs = [engine.submit(asked), engine.submit(other)]
+    engine.step()
+    oracle.broken = "observe"
+    failed_step(engine)
+    assert seqs[0].finish_reason == why and seqs[0] not in engine.batcher.running
+    while seqs[1].finish_reason is None:
+        engine.step()
+    assert [s.generated for s in seqs] == want and seqs[0].finish_reason == why
+
+
+def test_who_cannot_begin_holds_up_nobody():
+    engine = Engine(ToyModel(20, 1), {"oracle": (oracle := Oracle())}, fixed(Plan()), 4)
+    oracle.poisoned = "bad"
+    bad, good = engine.submit(request([1, 2], "bad")), engine.submit(request([3, 4], "good"))
+    failed_step(engine)
+    assert bad.finish_reason == "failed" and not bad.slots
+    while good.finish_reason is None:
+        engine.step()
+    assert good.generated == plain(ToyModel(20, 1), [request([3, 4], "good")])[0]
+
+
+def test_an_interruption_is_nobodys_fault(monkeypatch):
+    """Ctrl-C while a request begins: it is begun again."""
+    engine = Engine(target := ToyModel(20, 1), {}, fixed(Plan()), 1)
+    seq = engine.submit(request([1, 2]))
+    monkeypatch.setattr(target, "open", lambda seq: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert seq.finish_reason is None
+    assert run(engine, []) == [] and engine.step() == [seq]
