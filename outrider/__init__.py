@@ -7,10 +7,10 @@ out = rt.generate("def fib(n):", max_tokens=64)
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.errors import OutriderError
-from outrider.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from outrider import reference
+    from outrider.core.types import SamplingParams
     from outrider.runtime.assemble import load
     from outrider.runtime.door import Chunk, Generation, Runtime
 
@@ -21,6 +21,7 @@ _LAZY = {
     "Runtime": "outrider.runtime.door",
     "Generation": "outrider.runtime.door",
     "Chunk": "outrider.runtime.door",
+    "SamplingParams": "outrider.core.types",
 }
 
 

@@ -47,6 +47,9 @@ app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 
 
+TEXTS = (".txt", ".md", ".json", ".jsonl", ".py", ".toml", ".html")  # names that are probably files
+
+
 def _load(target: str | None, draft: str | None, drafters: str | None, *, rows: int = 1, **settings: Any) -> Any:
     """The runtime, with a sign of life while it loads."""
     from rich.console import Console
@@ -64,6 +67,8 @@ def _load(target: str | None, draft: str | None, drafters: str | None, *, rows: 
 def _prompt(given: str) -> str:
     """The text itself, the content of a file, or standard input for '-'."""
     if given != "-" and not _is_file(given):
+        if " " not in given.strip() and Path(given).suffix in TEXTS:
+            print(f"outrider: there is no file {given}: these words are continued themselves", file=sys.stderr)
         return given
     raw = sys.stdin.buffer.read() if given == "-" else Path(given).read_bytes()
     try:
@@ -82,7 +87,7 @@ def _is_file(name: str) -> bool:
 
 @app.command()
 def demo(
-    max_tokens: Tokens = 128, depth: Depth = 4, rounds: Annotated[int, typer.Option(help="Timed repeats.")] = 3, device: Device = "auto",
+    max_tokens: Tokens = 128, depth: Depth = 4, rounds: Annotated[int, typer.Option(min=1, help="Timed repeats.")] = 3, device: Device = "auto",
     compile: Compile = "wait",
     svg: Annotated[Path | None, typer.Option(help="Also save the output as a picture.")] = None,
 ) -> None:  # fmt: skip
@@ -168,10 +173,12 @@ def chat(
     """Talk with the target. Earlier turns are not computed again. An empty line or Ctrl-D ends it."""
     rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, strict=strict, threads=threads, program=program)
     messages = [{"role": "system", "content": system}] if system else []
+    how = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    rt.stream([*messages, {"role": "user", "content": "?"}], **how).close()  # what cannot be is refused before anybody types
     while line := _ask():
         messages.append({"role": "user", "content": line})
         said = ""
-        for chunk in rt.stream(messages, max_tokens=max_tokens, temperature=temperature, seed=seed):
+        for chunk in rt.stream(messages, **how):
             print(chunk.text, end="", flush=True)
             said += chunk.text
         print()
@@ -225,6 +232,10 @@ def plan(
     from outrider.control.explain import text
     from outrider.measure.trace import write
 
+    if trace and (prompt is None or trace.is_dir()):
+        raise OutriderError(
+            f"--trace {trace} cannot be written", "it is a folder" if prompt else "nothing is run without --prompt", "--prompt TEXT --trace FILE"
+        )
     rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, program=program)
     reasons: dict[str, int] = {}
     if prompt is not None:
@@ -282,9 +293,11 @@ def main() -> None:
         print(f"outrider: {refused}", file=sys.stderr)
         code = 2
     except OSError as broken:
-        if broken.errno != errno.ENOSPC:
+        if broken.filename is None and broken.errno != errno.ENOSPC:
             raise
-        print(f"outrider: the disk is full ({broken.filename}). Try: free some space; the same command goes on", file=sys.stderr)
+        full = broken.errno == errno.ENOSPC
+        remedy = "free some space; the same command goes on" if full else "a file or folder that is there and that you may use"
+        print(f"outrider: {broken.filename or 'a file'}: {broken.strerror}. Try: {remedy}", file=sys.stderr)
         code = 2
     except Exception as usage:
         if not hasattr(usage, "show"):  # not one of the parser's own errors

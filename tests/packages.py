@@ -69,10 +69,9 @@ def builder(request, tmp_path_factory, folder) -> tuple[Path, Path]:
         place = recipe_of(folder).place()
     if any("built" in item.fixturenames for item in request.session.items):
         try:
-            cache.mkdir()
+            place.mkdir(parents=True)
         except FileExistsError:
             return cache, place  # another worker or module was first
-        place.mkdir(parents=True)
         start_builder(recipe_of(folder), place)
     return cache, place
 

@@ -114,7 +114,7 @@ def test_chat_keeps_the_conversation(outrider, folders, monkeypatch):
     stream = Runtime.stream
     monkeypatch.setattr(Runtime, "stream", lambda self, m, **k: (seen.append([dict(x) for x in m]), stream(self, m, **k))[1])
     code, *_ = outrider("chat", "--target", folders["target"], "--max-tokens", 5, "--system", "be brief")
-    assert code == 0
+    assert code == 0 and seen.pop(0)[-1]["content"] == "?", "it is seen that a chat can be before anybody types"
     assert [m["role"] for m in seen[1]] == ["system", "user", "assistant", "user"]
 
 
@@ -140,6 +140,8 @@ def test_opt_prints_programs_and_code_and_says_where_one_is_wrong(outrider, tmp_
     assert code == 0 and "def step(parts, now):" in out and '"lookup"' in out and '"model"' not in out
     code, out, _ = outrider("opt", "-", "--passes", "all", stdin=PROGRAM.read_bytes())
     assert code == 0 and "beside" in out
+    code, out, _ = outrider("opt", PROGRAM, "--passes", 'specialize{plan="lookup:4"},all,lower', "--code")
+    assert code == 0 and "def step(parts, now):" in out, "`all` stands wherever passes stand"
     for words, says in (
         (("opt", PROGRAM.with_name("illegal_prune.mlir")), "illegal_prune.mlir:7:3: a sampled token may be a reason to stop"),
         (("opt", PROGRAM, "--passes", "cze"), "unknown pass 'cze'"),
@@ -197,3 +199,39 @@ def test_a_program_of_ones_own_is_what_runs(outrider, folders, tmp_path, monkeyp
         assert code == 2 and "@mine asks 'model' to draft" in err
     code, _, err = outrider("run", "x", *how, "--program", tmp_path / "none.mlir")
     assert code == 2 and "cannot be read" in err
+
+
+def test_files_and_folders_that_are_of_no_use_are_named(outrider, folders, tmp_path, monkeypatch):
+    """Two is the code, one line the message: no tracebacks, nothing moved."""
+    (config := tmp_path / "mine.json").write_text('{"mine": 1}')
+    how = ("--target", folders["target"], "--drafters", "lookup", "--compile", "off", "--max-tokens", 3)
+    (in_the_way := tmp_path / "file").write_text("")
+    for words, says in (
+        (("run", "hi", *how, "--profile", config), "mine.json is no profile. it is left as it is"),
+        (("replay", tmp_path), "cannot be read"),
+        (("plan", *how, "--prompt", "hi", "--trace", tmp_path), "it is a folder"),
+        (("plan", *how, "--trace", tmp_path / "t.json"), "nothing is run without --prompt"),
+        (("run", "hi", *how[:-2], "--max-tokens", 3, "--threads", 100_000), "threads=100000"),
+        (("run", "hi", "--target", folders["target"], "--drafters", "staged:lookup"), "'staged:lookup' has one stage"),
+    ):
+        code, _, err = outrider(*words)
+        assert code == 2 and says in err and err.count("\n") == 1, err
+    assert config.read_text() == '{"mine": 1}' and len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setenv("OUTRIDER_CACHE", str(in_the_way))
+    code, _, err = outrider("run", "hi", *how)
+    assert code == 2 and f"the cache folder {in_the_way} is of no use" in err and "OUTRIDER_CACHE=" in err
+
+
+def test_what_looks_like_a_file_and_is_none_is_said(outrider, folders):
+    code, _, err = outrider("run", "story.txt", "--target", folders["target"], "--compile", "off", "--profile", "off", "--max-tokens", 3)
+    assert code == 0 and "there is no file story.txt: these words are continued themselves" in err
+    assert (
+        "there is no file"
+        not in outrider("run", "a story.txt", "--target", folders["target"], "--compile", "off", "--profile", "off", "--max-tokens", 3)[2]
+    )
+
+
+def test_a_chat_that_cannot_be_is_refused_before_anybody_types(outrider, folders, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    code, _, err = outrider("chat", "--target", folders["target"], "--compile", "off", "--max-tokens", -1)
+    assert code == 2 and "max_tokens=-1" in err

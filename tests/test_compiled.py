@@ -339,6 +339,25 @@ def test_one_package_serves_though_the_other_cannot_be_built(built, folder, cach
     assert Compiled(recipe, model_of(folder).step).get(3, 4) is not None
 
 
+@pytest.mark.parametrize("why, waits", [("eager:not-compiled\nthe disk is full", True), ("", True), ("eager:graph-breaks\nat line 3", False)])
+def test_a_build_that_failed_is_told_and_tried_again_later(folder, cache, started, caplog, monkeypatch, why, waits):
+    """What may be the machine's fault is tried again after an hour; what is the model's fault is not."""
+    recipe, step = recipe_of(folder), model_of(folder).step
+    place = recipe.place()
+    place.mkdir(parents=True)
+    (failed := place / "failed").write_text(why)
+    compiled._say_once.cache_clear()
+    with caplog.at_level("WARNING", "outrider"):
+        found = Compiled(recipe, step)
+        found.wait()
+    assert found.reason == (why.split("\n")[0] or "eager:not-compiled") and not started
+    assert "could not be built" in caplog.text and str(place / "log") in caplog.text and ("in an hour" in caplog.text) == waits
+    os.utime(failed, (0, 0))
+    again = Compiled(recipe, step)
+    again._start()
+    assert bool(started) == waits == (not failed.exists()) and (again.reason == "eager:building") == waits
+
+
 def test_a_package_that_is_slower_than_eager_steps_is_not_used(serve, monkeypatch):
     """It must be faster at the step that it is for: refused one by one, and said."""
     times = iter([1.0, 3.0, 3.0, 1.0])  # the wide one 1 s and eager 3 s; the narrow one 3 s and eager 1 s

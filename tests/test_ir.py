@@ -170,6 +170,8 @@ def test_a_value_is_made_before_it_is_used() -> None:
     [("canonicalise", "canonicalize"), ("cse{", "cannot be read"), ("specialize{plans=1}", "options of the pass 'specialize'"),
      ('specialize{plan="model"}', "'model' is no part of a plan"), ('specialize{profile="/nowhere"}', "is no profile"),
      ('schedule{costs="model:dear"}', "'model:dear' is not understood"), ("lower{x=1}", "options of the pass 'lower'"),
+     ('specialize{plan="looup:8"}', "unknown drafter of this program 'looup'. Try: 'lookup'"), ("specialize{budget=-4}", "budget=-4"),
+     ('schedule{order="worst-first"}', "unknown order 'worst-first'"),
      ('schedule{trees="model:high"}', "are no chances by rank"), ('schedule{trees="model:0.1,0.5"}', "are no chances by rank")],
 )  # fmt: skip
 def test_wrong_passes_are_named(names: str, sentence: str) -> None:

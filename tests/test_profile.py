@@ -97,7 +97,21 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_set_aside_and_made_anew(tmp_path, caplog, content):
+def test_a_file_of_ones_own_is_left_alone(tmp_path, content):
+    """Whoever names it by mistake loses nothing; what begins as a profile does, or is empty, was one."""
+    (file := tmp_path / "mine.json").write_bytes(content)
+    if not content or content.startswith(b'{"version"'):
+        assert profile.load(file, MARK) is None and not file.exists()
+        return
+    for touch in (lambda: profile.load(file, MARK), lambda: profile.save(file, MARK, DATA, {})):
+        with pytest.raises(OutriderError, match="mine.json is no profile"):
+            touch()
+    assert file.read_bytes() == content and {f.name for f in tmp_path.iterdir()} <= {"mine.json", "mine.json.lock"}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_set_aside_and_made_anew(tmp_path, caplog, content, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     file = tmp_path / "p.json"
     file.write_bytes(content)
     with caplog.at_level(logging.WARNING, "outrider"):
@@ -109,7 +123,8 @@ def test_a_damaged_file_is_set_aside_and_made_anew(tmp_path, caplog, content):
     assert profile.load(file, MARK) == DATA and aside.read_bytes() == content
 
 
-def test_damage_again_and_again_loses_nothing(tmp_path):
+def test_damage_again_and_again_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     file = tmp_path / "p.json"
     for n in range(5):
         file.write_text(f"damage {n}")
@@ -123,7 +138,7 @@ def test_damage_in_a_folder_that_cannot_be_written_or_that_another_process_saw_f
     def rename(self: Path, goal: Path) -> Path:
         raise error
 
-    (tmp_path / "p.json").write_text("{")
+    (tmp_path / "p.json").write_text('{"version": 1')
     monkeypatch.setattr(Path, "rename", rename)
     if words is None:
         assert profile.load(tmp_path / "p.json", MARK) is None

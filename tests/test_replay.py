@@ -109,6 +109,31 @@ def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:
     assert [(x.seconds, x.steps) for x in a] == [(x.seconds, x.steps) for x in b]
 
 
+def mended(whole: str, damage: str) -> str:
+    """The same file, each of whose lines is JSON."""
+    head, text, *rest = map(json.loads, whole.splitlines())
+    name = head["drafters"][0]
+    if damage == "no costs":
+        head["costs"] = {}
+    elif damage == "more drafters":
+        head["drafters"].append("zz")
+    elif damage == "fewer guesses":
+        text["guesses"][name].pop()
+    elif damage == "no guesses":
+        text["guesses"] = {}
+    else:
+        text["tokens"] = "a" * len(text["tokens"])
+    return "\n".join(map(json.dumps, [head, text, *rest]))
+
+
+@pytest.mark.parametrize("damage", ["no costs", "more drafters", "fewer guesses", "no guesses", "letters"])
+def test_a_trace_that_contradicts_itself_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
+    recorded.save(file := tmp_path / "a.jsonl")
+    file.write_text(mended(file.read_text(), damage))
+    with pytest.raises(OutriderError, match="a.jsonl is no trace"):
+        Trace.load(file)
+
+
 @pytest.mark.parametrize("damage", ["cut", "version", "empty", "no text", "bytes", "list", "field", "absent"])
 def test_a_damaged_trace_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
     file = tmp_path / "a.jsonl"
@@ -166,6 +191,16 @@ def test_hindsight_is_the_best_of_all_ways(seed: int) -> None:
     if seed % 2:  # a prompt that is long to read
         of.texts[0] = Text("p", "c", False, 90, of.texts[0].tokens, of.texts[0].guesses)
     assert hindsight(of, of.texts[0]) == pytest.approx(brute(of, of.texts[0]))
+
+
+def test_hindsight_drafts_in_vain_where_that_is_cheaper() -> None:
+    """Costs are measured: a step that verifies two wrong guesses may take less than one that verifies none, or one."""
+    of = small(3)
+    of.costs["verify"][AT]["seen"] |= {"0": [50, 3.0], "1": [50, 2.5], "2": [50, 1.0]}
+    text = changed(
+        of.texts[0], guesses={name: [([WRONG] * len(said), scores) for said, scores in all_] for name, all_ in of.texts[0].guesses.items()}
+    )
+    assert hindsight(of, text) == pytest.approx(brute(of, text)) and hindsight(of, text) < 0.9 * prices(of, text).verify[0] * len(text.tokens)
 
 
 @pytest.mark.parametrize("seed", range(6))

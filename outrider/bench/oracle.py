@@ -73,7 +73,9 @@ def _hindsight(text: Text, price: Prices, team: tuple[str, ...]) -> float:
     later = [[0.0] * (CALM + 1) for _ in range(total + DEPTH + 2)]  # by position and plain steps before it
     for t in range(total - 1, -1, -1):
         drafted = [
-            price.of(name, depth) + later[t + 1 + depth][0] for name in team for depth in range(1, min(accepted(text, name, t), total - t - 1) + 1)
+            price.of(name, depth) + later[t + 1 + min(depth, right)][0]
+            for name, right, said in ((name, accepted(text, name, t), len(text.guesses[name][t][0])) for name in team)
+            for depth in range(1, min(said, total - t - 1) + 1)
         ]
         later[t] = [min([price.plain(calm) + later[t + 1][min(calm + 1, CALM)], *drafted]) for calm in range(CALM + 1)]
     return later[0][CALM]

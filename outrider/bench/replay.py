@@ -66,11 +66,28 @@ class Trace:
                 raise OutriderError(f"{file} is a trace of version {about['version']}", f"this is version {VERSION}", RECORD)
             if not lines:
                 raise OutriderError(f"{file} holds no text", "its recording was ended before the first", RECORD)
-            return cls(about["drafters"], about["costs"], [Text(**json.loads(line)) for line in lines])
+            found = cls(about["drafters"], about["costs"], [Text(**json.loads(line)) for line in lines])
+            found._check()
+            return found
         except FileNotFoundError as absent:
             raise OutriderError(f"there is no trace {file}", "", RECORD) from absent
-        except (ValueError, KeyError, TypeError) as damaged:
-            raise OutriderError(f"{file} is no trace", str(damaged), RECORD) from damaged
+        except OSError as unreadable:
+            raise OutriderError(f"{file} cannot be read", unreadable.strerror or str(unreadable), RECORD) from unreadable
+        except (ValueError, LookupError, TypeError, AttributeError) as damaged:
+            raise OutriderError(f"{file} is no trace", f"{type(damaged).__name__}: {damaged}", RECORD) from damaged
+
+    def _check(self) -> None:
+        """Raise ValueError, or what reading it raises, unless costs are costs and every text holds a guess of every drafter at every step."""
+        costs = Costs({})
+        costs.take(self.costs)
+        if not costs.verify or costs.plains.keys() - costs.verify.keys():
+            raise ValueError("it says nothing of what steps cost")
+        for text in self.texts:
+            for name in self.drafters:
+                if len(text.guesses[name]) != len(text.tokens) or any(len(said) != len(scores) for said, scores in text.guesses[name]):
+                    raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")
+            if not all(type(token) is int for token in text.tokens):
+                raise ValueError(f"{text.prompt}: its tokens are no ids")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """`outrider opt`: a program as text goes in, and comes out as the passes leave it."""
 
+import re
 from collections.abc import Callable
 
 from xdsl.dialects.builtin import ModuleOp
@@ -10,6 +11,7 @@ from outrider.compiler.pipeline import FRONT, Pipeline, passes
 from outrider.compiler.step import Facts
 from outrider.ir.text import parse, programs, show
 
+ALL = re.compile(r"(?<![^,])all(?![^,])")  # the word that stands for the usual passes, wherever it stands
 PLAIN = Facts(one=True, free=True, told=True, raw=True)  # one greedy row, a fixed plan
 
 
@@ -21,7 +23,7 @@ def opt(text: str, name: str = "program", names: str = "", *, code: bool = False
         if seen:
             seen(f"// after {after}, {1e3 * seconds:.2f} ms\n{show(module)}")
 
-    module = Pipeline(passes(",".join(FRONT) if names == "all" else names), tell).run(parse(text, name))
+    module = Pipeline(passes(ALL.sub(",".join(FRONT), names)), tell).run(parse(text, name))
     return "\n".join(step_of(program) for program in programs(module)) if code else show(module)
 
 

@@ -14,9 +14,21 @@ from outrider.core.types import Limits, SamplingParams
 RULES = ("exact", "coupled")
 
 
-def cache_folder() -> Path:
+def cache_place() -> Path:
     """Where what was built and measured is kept between processes: OUTRIDER_CACHE, or ~/.cache/outrider."""
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").absolute()
+
+
+def cache_folder() -> Path:
+    """The same, and it is there. Raises OutriderError where nothing can be kept."""
+    folder, why = cache_place(), "it cannot be written to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError as bad:
+        why = bad.strerror or str(bad)
+    raise OutriderError(f"the cache folder {folder} is of no use", why, "OUTRIDER_CACHE=FOLDER, of one that can be written to")
 
 
 def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
@@ -188,7 +200,11 @@ def load_settings(**given: Any) -> LoadSettings:
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
     _must(s.quantise in (None, "int8"), f"quantise={s.quantise!r} is not known", "int8, or leaving it out")
     _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")
-    _must(s.threads is None or (type(s.threads) is int and s.threads >= 1), f"threads={s.threads!r} is not a whole number from 1 on", "threads=1")
+    most = 16 * (os.cpu_count() or 1)
+    _must(
+        s.threads is None or (type(s.threads) is int and 1 <= s.threads <= most), f"threads={s.threads!r} is not a whole number from 1 to {most}",
+        f"threads={os.cpu_count()}, one for each core",
+    )  # fmt: skip
     _must(s.context is None or (isinstance(s.context, int) and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")

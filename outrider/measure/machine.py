@@ -3,7 +3,9 @@
 Knows nothing of models. Figures hang on the processor, torch and its threads; another of these measures anew.
 """
 
+import contextlib
 import json
+import logging
 import math
 import os
 import platform
@@ -19,6 +21,7 @@ from outrider.core.config import cache_folder
 SIDE, COUNT = 1024, 12  # the products timed: COUNT square matrices of SIDE, more than fits near one core
 ROUNDS = 6  # times that every dtype is timed, in turn, so that what else the machine does meets all of them; the shortest counts
 CPU = torch.device("cpu")
+log = logging.getLogger("outrider")
 VERSION = "2"  # of how it is measured
 
 
@@ -91,7 +94,11 @@ def _load() -> dict[str, dict]:
 
 
 def _save(known: dict[str, dict]) -> None:
-    _where().parent.mkdir(parents=True, exist_ok=True)
     draft = _where().with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(known, indent=1), "utf-8")
-    draft.replace(_where())
+    try:
+        draft.write_text(json.dumps(known, indent=1), "utf-8")
+        draft.replace(_where())
+    except OSError as failed:
+        log.warning("%s was not written (%s): it is measured anew at the next start", _where(), failed.strerror)
+        with contextlib.suppress(OSError):
+            draft.unlink()

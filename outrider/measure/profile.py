@@ -2,7 +2,8 @@
 
 A profile belongs to the models, the machine, the settings and the libraries that its `fingerprint` names; any other is
 refused with the names of what differs. Writers take turns and merge: what one learned is added to what others wrote
-meanwhile. A file that cannot be read is set aside, never overwritten. Knows nothing of what the numbers mean.
+meanwhile. A damaged profile is set aside, never overwritten; any other
+file that somebody named is refused and left alone. Knows nothing of what the numbers mean.
 """
 
 import fcntl
@@ -12,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +23,12 @@ from typing import Any
 import torch
 import transformers
 
-from outrider.core.config import cache_folder
+from outrider.core.config import cache_folder, cache_place
 from outrider.core.errors import OutriderError
 from outrider.measure.machine import processor
 
 VERSION = 1  # of the file's layout
+HEAD = re.compile(rb'\s*\{\s*"version"')  # how a profile begins, whatever became of the rest
 SAMPLE = 1 << 16  # bytes at either end of a weight file that tell models apart
 log = logging.getLogger("outrider")
 
@@ -83,8 +86,10 @@ def load(file: Path, mark: dict[str, str]) -> Json | None:
 
 
 def _read(file: Path) -> Json | None:
+    raw = b""
     try:
-        found = json.loads(file.read_text("utf-8"))
+        raw = file.read_bytes()
+        found = json.loads(raw.decode())
         if all(isinstance(found[key], kind) for key, kind in (("version", int), ("fingerprint", dict), ("data", dict))) and _numbers(found["data"]):
             whole: Json = found
             return whole
@@ -94,6 +99,8 @@ def _read(file: Path) -> Json | None:
         pass
     except OSError as unreadable:
         raise OutriderError(f"{file} cannot be read", str(unreadable), "another file, or profile='off'") from unreadable
+    if raw and not HEAD.match(raw) and not file.absolute().is_relative_to(cache_place()):
+        raise OutriderError(f"{file} is no profile", "it is left as it is", "another file, or profile='auto'")
     set_aside(file)
     return None
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
-from outrider.models.compiled import SHAPES, Recipe, example
+from outrider.models.compiled import NOT_COMPILED, SHAPES, Recipe, example
 from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import ATTENTION, Step, grouped_attention
 
@@ -109,11 +109,12 @@ def main(spec: str, folder: str) -> None:
             if not (Path(folder) / f"{shape}.pt2").exists():
                 build(step, shape, shape in recipe.frozen, Path(folder) / f"{shape}.pt2")
     except Exception as failed:
-        reason = failed.what if isinstance(failed, OutriderError) else "eager:not-compiled"
+        reason = failed.what if isinstance(failed, OutriderError) else NOT_COMPILED
         Path(folder, "failed").write_text(f"{reason}\n{failed}", "utf-8")
         raise
     finally:
-        Path(folder, "lock").unlink(missing_ok=True)
+        for left in (Path(folder, "lock"), *Path(folder).glob(f"*.{os.getpid()}.pt2")):
+            left.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ SHAPES = ("any", "one")
 BUILDER = "outrider.models.builder"  # the module that a process runs to build them
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
+NOT_COMPILED, AGAIN = "eager:not-compiled", 3600.0  # what may be otherwise next time; seconds after which it is tried again
 WAIT = 1800  # seconds after which `wait` gives up
 COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the weights to the other, and back
 LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
@@ -117,9 +118,22 @@ class Compiled:
             start_builder(self.recipe, self.folder)
 
     def _failed(self) -> bool:
-        if not (self.folder / "failed").exists():
+        """Did building them fail? What may have been the machine's fault, a full disk or a broken compiler, is tried again after a while."""
+        file = self.folder / "failed"
+        if not file.exists():
             return False
-        self.reason = (self.folder / "failed").read_text("utf-8").split("\n")[0]
+        reason, _, why = file.read_text("utf-8").partition("\n")
+        self.reason = reason or NOT_COMPILED
+        again = self.reason == NOT_COMPILED
+        if again and time.time() - file.stat().st_mtime > AGAIN:
+            file.unlink(missing_ok=True)
+            self.reason = "eager:building"
+            return False
+        told = (why.strip() or "nothing could be written").splitlines()[0]
+        _say_once(
+            f"model steps run eagerly ({self.reason}): compiled ones could not be built: {told[:200]}. More in {self.folder / 'log'}"
+            + (f"; tried again in an hour, or at once without {file}" if again else "")
+        )
         return True
 
     def get(self, rows: int, width: int) -> Package | None:

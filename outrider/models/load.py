@@ -70,6 +70,8 @@ def pick_dtype(config: Any, name: str, device: torch.device) -> str:
 
 def locate(path: str | os.PathLike[str]) -> Path:
     """The local folder of a model; a hub id is downloaded by transformers' own client."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutriderError(f"{path!r} is no model", "", "the path of a folder, or a hub id like owner/name")
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -102,6 +104,8 @@ def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
             end = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
             if end != size:
                 raise ValueError(f"it has {size} bytes and its header promises {end}")
+        except OSError as bad:
+            raise OutriderError(f"{file} cannot be read", bad.strerror or str(bad), "a file that you may read") from bad
         except (ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as bad:
             raise OutriderError(f"{file} is damaged", str(bad), "copying or downloading it again") from bad
         found |= {n: (t["dtype"], t["shape"]) for n, t in header.items() if n != "__metadata__"}
@@ -111,6 +115,12 @@ def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
 def load_config(folder: Path) -> Any:
     if not (folder / "config.json").exists():
         raise OutriderError(f"{folder} holds no config.json", "so it is no model folder", "the folder that save_pretrained wrote")
+    try:
+        json.loads((folder / "config.json").read_text("utf-8"))
+    except OSError as bad:
+        raise OutriderError(f"{folder / 'config.json'} cannot be read", bad.strerror or str(bad), "a folder that you may read") from bad
+    except ValueError as bad:
+        raise OutriderError(f"{folder / 'config.json'} is damaged", str(bad), "copying or downloading it again") from bad
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as bad:
@@ -207,9 +217,13 @@ def load_model(
 
 def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
     """The transformers module of a folder, on the CPU, its weights quantised if asked; missing ones are an error."""
-    with quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
-        module, told = loaded
+    try:
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+    except (RuntimeError, ValueError, OSError) as bad:
+        why = "their shapes do not fit its config.json" if "mismatch" in str(bad) else str(bad).split("\n")[0]
+        raise OutriderError(f"the weights of {folder} cannot be loaded", why, "copying or downloading it again") from bad
+    module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
     return quantised(module, quantise) if quantise else module

@@ -58,7 +58,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         target = reference.target()
         drafters = ["lookup", f"model:{reference.draft()}"] if drafters is None else drafters
     named: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
-    groups = [d.removeprefix(STAGED).split(">") if isinstance(d, str) and d.startswith(STAGED) else [d] for d in named]
+    groups = [_group(d) for d in named]
     specs: list[str | Drafter] = [spec for group in groups for spec in group]
     if s.threads:
         torch.set_num_threads(s.threads)
@@ -105,6 +105,16 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
     engine.jit.prepare([Plan(), *controller.plans.values()], engine.facts)
     return Runtime(engine, tokenizer, sizes, s.rule, keeper)
+
+
+def _group(spec: str | Drafter) -> list[str | Drafter]:
+    """The drafters of which each takes over from the one before: for most specs one."""
+    if not isinstance(spec, str) or not spec.startswith(STAGED):
+        return [spec]
+    stages: list[str | Drafter] = [*spec.removeprefix(STAGED).split(">")]
+    if len(stages) < 2:
+        raise OutriderError(f"'{spec}' has one stage", "there is nobody to take over", f"'{stages[0]}', or 'staged:lookup>model:PATH'")
+    return stages
 
 
 def _spare_the_collector() -> None:
@@ -161,10 +171,12 @@ def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
 
 def _refuse_unknown(specs: list[str | Drafter]) -> None:
     for spec in specs:
+        if not isinstance(spec, str) and not hasattr(spec, "extend"):
+            raise OutriderError(f"{spec!r} is no drafter", "it has no `extend`", "the name of one, or an object with its verbs (docs/extend.md)")
         if isinstance(spec, str):
             kind, _, path = spec.partition(":")
             if kind not in DRAFTERS:
-                raise nearest(kind, DRAFTERS, "drafter")
+                raise nearest(kind, [*DRAFTERS, STAGED.rstrip(":")], "drafter")
             if kind == "model" and not path:
                 raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
             if kind == "early-exit" and not path.isdigit():

@@ -65,7 +65,7 @@ class Runtime:
         """Text for a prompt, or for a list of prompts that share the machine. Keywords are fields of SamplingParams,
         and `speculation`: "auto", "off", a list of drafter names, or a table {"drafters": ..., "most": tokens drafted a step,
         "least": ..., "floor": probability}; these limits also go by the names of core.config.LIMITS, as keywords too."""
-        if isinstance(prompt, str):
+        if not isinstance(prompt, list):
             return self._run([self._encode(prompt)], params, knobs)[0]
         return self._run([self._encode(p) for p in prompt], params, knobs)
 
@@ -160,7 +160,7 @@ class Runtime:
         if room < 1:
             raise OutriderError(
                 f"the prompt has {len(prompt)} tokens and the context holds {self.engine.target.spec.context}", "at least one must be left to write",
-                "a shorter prompt, or load with a larger context",
+                "a shorter prompt, or load with a larger context if the model has one",
             )  # fmt: skip
         s = replace(s, max_tokens=min(s.max_tokens, room), min_tokens=min(s.min_tokens, room))
         ends = set(s.stop_token_ids) | (set() if s.ignore_eos else self._eos())

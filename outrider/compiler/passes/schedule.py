@@ -12,6 +12,7 @@ from xdsl.passes import ModulePass
 
 from outrider.compiler.passes.inline_early_exit import layers_of
 from outrider.compiler.passes.specialize import draw
+from outrider.core.config import nearest
 from outrider.core.errors import OutriderError
 from outrider.core.types import TARGET
 from outrider.ir.deciding import ProgramOp
@@ -21,6 +22,7 @@ from outrider.ir.types import ON, OVER, value_of
 from outrider.measure.cost import best_tree, overlapped
 
 UNKNOWN = 1e9  # last
+ORDERS = ("level", "best-first")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Schedule(ModulePass):
     margin: float | int = 0.05
 
     def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise nearest(self.order, ORDERS, "order")
         if min(self.sync, self.margin) < 0:
             raise OutriderError(f"sync={self.sync} margin={self.margin}", "neither can be negative", "sync=0.02 margin=0.05")
 

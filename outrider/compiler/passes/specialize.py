@@ -16,6 +16,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
+from outrider.core.config import nearest
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
 from outrider.ir.drafting import ProposeOp, PruneOp, RelayOp
@@ -51,6 +52,10 @@ class Specialize(ModulePass):
     profile: str = ""
     trees: bool = False
 
+    def __post_init__(self) -> None:
+        if self.budget < 0:
+            raise OutriderError(f"budget={self.budget}", "no step verifies fewer nodes than none", "budget=8, or 0 for no limit")
+
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         if self.trees and not self.profile:
             raise OutriderError(
@@ -58,6 +63,9 @@ class Specialize(ModulePass):
             )
         proposals = [o for p in programs(op) for o in p.body.block.ops if isinstance(o, ProposeOp | RelayOp)]
         names = list(dict.fromkeys(o.drafter.data for o in proposals))
+        for name, _, _ in plan_of(self.plan).drafters:
+            if name not in names:
+                raise nearest(name, names, "drafter of this program")
         data = _read(Path(self.profile)) if self.profile else {}
         branching = _branching(op) if self.trees else []
         fill(op, profiled(data, names, self.budget) if self.profile else plan_of(self.plan, self.budget))
