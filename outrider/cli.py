@@ -133,9 +133,13 @@ def run(
     if as_json:
         _print_json(_watched(rt.stream(asked, **knobs), max_tokens))
         return
+    wrote = 0
     for chunk in rt.stream(asked, **knobs):
         print(chunk.text, end="", flush=True)
+        wrote += len(chunk.tokens)
     print()
+    if chunk.finish_reason == "length" and wrote < max_tokens:
+        print(f"outrider: the context of {rt.engine.target.spec.context} tokens is full", file=sys.stderr)
 
 
 def _explain(rt: Any, asked: Any, knobs: dict[str, Any]) -> None:

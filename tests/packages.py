@@ -133,6 +133,15 @@ def dead() -> Iterator[int]:
     child.wait()
 
 
+@pytest.fixture
+def alive() -> Iterator[int]:
+    """The number of a process that runs, and is a builder by what it was started as."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", compiled.BUILDER])
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
 def texts_and_tiers(rt: outrider.Runtime, count: int = 2) -> tuple[list[list[int]], dict[str, int]]:
     made = [rt.generate("the quick fox", max_tokens=8, ignore_eos=True) for _ in range(count)]
     tiers: dict[str, int] = {}

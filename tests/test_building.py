@@ -28,7 +28,7 @@ from outrider.models.load import MemoryPlan, load_module, memory_plan
 from outrider.models.package import INDEPENDENT
 
 even, folder, builder = packages.even, packages.folder, packages.builder
-cache, started, dead = packages.cache, packages.started, packages.dead
+cache, started, dead, alive = packages.cache, packages.started, packages.dead, packages.alive
 
 
 # --- where packages lie, and what they may weigh
@@ -277,10 +277,10 @@ def test_a_lock_of_nobody_is_no_lock(folder, cache, started, note):
     assert started == [place]
 
 
-def test_a_living_builder_is_left_alone_and_a_dead_one_replaced(folder, cache, started, dead):
+def test_a_living_builder_is_left_alone_and_a_dead_one_replaced(folder, cache, started, dead, alive):
     place = recipe_of(folder).place()
     place.mkdir(parents=True)
-    (place / "lock").write_text(str(os.getpid()))
+    (place / "lock").write_text(str(alive))
     found = Compiled(recipe_of(folder), model_of(folder).step)
     insist(found)
     assert found.reason == "eager:building" and started == []
@@ -296,8 +296,8 @@ def test_waiting_ends_when_the_builder_has_died(folder, cache, monkeypatch, dead
     assert texts == texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))[0]
 
 
-def test_waiting_ends_with_an_error_when_a_builder_never_comes_back(folder, cache, monkeypatch):
-    monkeypatch.setattr(compiled, "start_builder", lambda recipe, place: (place / "lock").write_text(str(os.getpid())))
+def test_waiting_ends_with_an_error_when_a_builder_never_comes_back(folder, cache, monkeypatch, alive):
+    monkeypatch.setattr(compiled, "start_builder", lambda recipe, place: (place / "lock").write_text(str(alive)))
     monkeypatch.setattr(compiled, "WAIT", 0.1)
     found = Compiled(recipe_of(folder), model_of(folder).step)
     with pytest.raises(OutriderError, match="not built after 0.1 s"):

@@ -235,3 +235,8 @@ def test_a_chat_that_cannot_be_is_refused_before_anybody_types(outrider, folders
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
     code, _, err = outrider("chat", "--target", folders["target"], "--compile", "off", "--max-tokens", -1)
     assert code == 2 and "max_tokens=-1" in err
+
+
+def test_a_context_that_is_full_is_said(outrider, folders):
+    words = ("run", "one two", "--target", folders["target"], "--drafters", "off", "--compile", "off", "--context", 40, "--max-tokens")
+    assert "the context of 40 tokens is full" in outrider(*words, 100)[2] and "is full" not in outrider(*words, 5)[2]

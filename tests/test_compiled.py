@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -28,7 +26,7 @@ from outrider.models.kv import Block
 from outrider.runtime.engine import Engine
 
 even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
-serve, served, cache, started = packages.serve, packages.served, packages.cache, packages.started
+serve, served, cache, started, alive = packages.serve, packages.served, packages.cache, packages.started, packages.alive
 
 
 # --- a package serves as the eager step does
@@ -273,12 +271,11 @@ def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypa
     assert rt.engine.target.compiled.bytes == rt.engine.target.held_bytes() - off.engine.target.held_bytes()
 
 
-def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache, started):
+def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache, started, alive):
     recipe = recipe_of(folder)
     place = recipe.place()
     place.mkdir(parents=True)
-    builder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", compiled.BUILDER])
-    (place / "lock").write_text(str(builder.pid))
+    (place / "lock").write_text(str(alive))
     found = Compiled(recipe, model_of(folder).step)
 
     def finish() -> None:
@@ -290,8 +287,6 @@ def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache,
     late.start()
     found.wait()
     late.join()
-    builder.kill()
-    builder.wait()
     assert set(found.packages) == set(SHAPES) and found.reason == "eager:building" and started == []
 
 

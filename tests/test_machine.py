@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,7 @@ def test_the_dtype_is_measured_on_the_threads_that_will_run(folders, measured, m
     [
         ("compile", [True, "on", "", None, "Off"], "auto, wait or off"),
         ("strict", ["yes", 1, 0, None], "True or False"),
-        ("threads", [0, -1, 1.5, "2"], "threads=1"),
+        ("threads", [0, -1, 1.5, "2", 100_000], f"threads={os.cpu_count()}, one for each core"),
     ],
 )
 def test_bad_values_are_refused_by_name(folders, name, values, remedy):

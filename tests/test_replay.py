@@ -197,6 +197,7 @@ def test_hindsight_drafts_in_vain_where_that_is_cheaper() -> None:
     """Costs are measured: a step that verifies two wrong guesses may take less than one that verifies none, or one."""
     of = small(3)
     of.costs["verify"][AT]["seen"] |= {"0": [50, 3.0], "1": [50, 2.5], "2": [50, 1.0]}
+    of.costs["steady"][AT] = [1, 3.0]
     text = changed(
         of.texts[0], guesses={name: [([WRONG] * len(said), scores) for said, scores in all_] for name, all_ in of.texts[0].guesses.items()}
     )
