@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM
 
-from outrider.bench import ablation, peers, prompts, run, synthetic
+from outrider.bench import ablation, peers, prompts, run, synthetic, verdict
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, summary
 from outrider.bench.table import markdown
@@ -230,3 +230,19 @@ def test_the_passes_are_set_beside_one_another(monkeypatch):
     assert all("plain" in table for table in found["inlined"].values())
     text = ablation.markdown(found)
     assert "+ lower, codegen" in text and "found again" in text and "SYNTHETIC" in text and "| 128 | 8 |" in text
+
+
+@pytest.mark.parametrize("rule", ["coupled", "exact"])
+def test_verdicts_are_timed_in_pairs_on_the_same_steps(rule, tmp_path, monkeypatch):
+    """Both hands judge the same draft by the same noise, and come to the same verdict."""
+    judged: list = []
+    hands = verdict._hands
+    monkeypatch.setattr(verdict, "_hands", lambda *step: [lambda noise, call=call: judged.append(call(noise)) or judged[-1] for call in hands(*step)])
+    result = verdict.verdicts(rule, 4, (50, 300))
+    assert [(r["vocabulary"], r["guesses"], r["bounds"]) for r in result["rows"]] == [
+        (v, g, b) for v in (50, 300) for g in (0, 4) for b in verdict.BOUNDS
+    ]
+    assert len(judged) == 2 * 5 * len(result["rows"]) and judged[::2] == judged[1::2] and any(o.paths[0] for o in judged)
+    assert all(0 < r["least"] <= r["ratio"] <= r["most"] for r in result["rows"])
+    verdict.save(result, tmp_path)
+    assert json.loads((tmp_path / "verdict.json").read_text())["rule"] == rule and (tmp_path / "verdict.md").read_text().count("\n| ") == 8

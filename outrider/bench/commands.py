@@ -89,6 +89,22 @@ def synthetic(
     print(made_up.table(result))
 
 
+@bench.command()
+def verdict(
+    rule: Annotated[str, typer.Option(help="coupled or exact.")] = "coupled", rounds: Annotated[int, typer.Option(min=2, help="Verdicts of each kind.")] = 20,
+    out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """What judging sampled tokens costs the host: a place at a time, beside the vectorised rules, on random logits."""
+    from outrider.bench import verdict as timed
+    from outrider.core.config import RULES, nearest
+
+    if rule not in RULES:
+        raise nearest(rule, RULES, "rule")
+    result = timed.verdicts(rule, rounds)
+    timed.save(result, out)
+    print(timed.markdown(result))
+
+
 Count = Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender writes every prompt.")]
 

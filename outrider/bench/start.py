@@ -1,6 +1,6 @@
 """How long a user waits for the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one.
 
-Each run is a process of its own, in turn; the clock starts before the library is imported. `compiled` is when the first
+Each run is a process of its own, in rotating order, eager ones with a cache of their own as cold ones have; the clock starts before the library is imported. `compiled` is when the first
 step was served by a package (None: it was not within the text).
 """
 
@@ -40,7 +40,8 @@ def start(rounds: int = 3, progress: Callable[[str], None] = print) -> dict[str,
         progress("filling a cache")
         _run("wait", Path(root) / "full")
         for i in range(rounds):
-            for kind, how, cache in (("eager", "off", "none"), ("cold", "auto", f"cold-{i}"), ("warm", "auto", "full")):
+            kinds = (("eager", "off", f"none-{i}"), ("cold", "auto", f"cold-{i}"), ("warm", "auto", "full"))
+            for kind, how, cache in (*kinds[i % 3 :], *kinds[: i % 3]):  # none always follows the same other
                 progress(f"{kind} start, {i + 1} of {rounds}")
                 rows[kind].append(_run(how, Path(root) / cache))
                 _stop_builders(Path(root) / cache)
