@@ -3,10 +3,12 @@
 `HOST` without the CPU makes this machine's memory another device's; graphs are played by what runs the captured step again.
 """
 
+import itertools
 import sys
 import types
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,12 +19,15 @@ from tiny import tiny_folder
 
 from outrider.bench import prompts, table
 from outrider.bench import run as bench
+from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
+from outrider.control.tables import LOOK, Tables
 from outrider.core import sampling, tree
-from outrider.core.types import Plan
+from outrider.core.types import AHEAD, Plan
 from outrider.drafters.lookup import Lookup
-from outrider.drafters.model import AHEAD, ModelDrafter
+from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
+from outrider.measure.cost import Costs
 from outrider.models import graphed
 from outrider.models.load import wrap
 from outrider.runtime.engine import Engine
@@ -84,6 +89,29 @@ def test_a_chain_goes_no_further_than_its_model(far):
     assert seq.generated == plain(target, [request(LOOP, max_tokens=20)])[0]
     assert [r.drafted[0] for r in seq.records[:2]] == [6, 5], "to the last token of its context"
     assert not any(sum(r.drafted) for r in seq.records if r.context[0] >= len(LOOP) + 6)
+
+
+@pytest.mark.parametrize("level", [0.26, 0.1])
+def test_the_scheduler_counts_levels_that_went_by_themselves(level, far, monkeypatch):
+    """What it thinks was drafted, and paid for, is what was: it was asked before the first level of four. A cheap drafter goes on as a dear one does,
+    and its last levels count for nothing."""
+    target, draft = pair(noise=0.02)
+    controller = Adaptive(Tables({"model": 1}, Costs({"model": level})), lambda: "", slowdown=10.0)
+    engine = Engine(target, {"model": ModelDrafter(draft, "model")}, controller, 1)
+    engine.now = itertools.count().__next__
+    monkeypatch.setattr(controller.tables, "_drafting", lambda name, at: [level * n for n in range(33)])
+    page = controller.tables.page
+    monkeypatch.setattr(controller.tables, "page", lambda at: replace(found, verify=[1.0] * 33) if (found := page(at)) else None)  # nodes are free
+    seq = engine.submit(asked := request(LOOP, max_tokens=60))
+    deepest = 0
+    while seq.finish_reason is None:
+        engine.step()
+        if (step := controller.step) is not None and (levels := seq.records[-1].levels.get("model")):
+            ahead = step.levels["model"] - levels  # one, where it was let and the text had no more room
+            assert 0 <= ahead <= 1 if level > LOOK else -AHEAD < ahead <= 1
+            assert step.spent == pytest.approx(level * step.levels["model"])
+            deepest = max(deepest, levels)
+    assert seq.generated == plain(pair()[0], [asked])[0] and deepest > AHEAD
 
 
 def test_scratch_takes_the_names_of_what_it_became():

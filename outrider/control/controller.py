@@ -16,7 +16,7 @@ from outrider.control.starts import FRESH_RATE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
-from outrider.core.types import POINT, Draft, Places, Plan, Sequence, StepRecord
+from outrider.core.types import AHEAD, POINT, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, Situation, situation
 
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
@@ -164,7 +164,7 @@ class Adaptive:
             going = [p for p in frontier if not step.rows[~p if p < 0 else draft.row[p]].rest.get(name)]
             if going and not self.starts.may(step, seqs, name, draft, cheap):
                 going = []
-        elif cheap and frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
+        elif cheap and frontier and frontier[0] >= 0 and 0 < draft.depth[frontier[0]] - level != AHEAD - 1:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             level = step.gone(name, draft, frontier)
@@ -188,6 +188,9 @@ class Adaptive:
             return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
         if draft.kind.count(POINT) < len(draft):
             return None, "depth:drawn"
+        for name in step.levels:
+            if step.page.drafting[name][1] > LOOK:  # what it went by itself after it was last asked
+                step.gone(name, draft, [n for n, source in enumerate(draft.source) if source & self.tables.bits[name]][-1:])
         most, why = self._most(draft)
         if most >= _longest(draft):
             kept = list(range(len(draft)))

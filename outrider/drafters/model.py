@@ -17,10 +17,9 @@ from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
 from outrider.core.sampling import Settings, decided, hosted, kept, line, near, on_host, process, warp, weights
 from outrider.core.sockets import Model
-from outrider.core.types import DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
+from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
 
 MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, so that addresses of noise never meet
-AHEAD = 4  # tokens of a chain that are drafted before the host waits for a device
 
 
 class ModelDrafter:
