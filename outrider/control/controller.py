@@ -188,9 +188,6 @@ class Adaptive:
             return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
         if draft.kind.count(POINT) < len(draft):
             return None, "depth:drawn"
-        for name in step.levels:
-            if step.page.drafting[name][1] > LOOK:  # what it went by itself after it was last asked
-                step.gone(name, draft, [n for n, source in enumerate(draft.source) if source & self.tables.bits[name]][-1:])
         most, why = self._most(draft)
         if most >= _longest(draft):
             kept = list(range(len(draft)))
