@@ -27,6 +27,7 @@ bench: $(VENV)/ready
 	$(BIN)/outrider bench speed
 	$(BIN)/outrider bench strict
 	$(BIN)/outrider bench start
+	$(BIN)/outrider bench verdict
 	$(BIN)/outrider bench schedule --rounds 2
 	$(BIN)/outrider bench guarantee
 
