@@ -323,3 +323,33 @@ def test_a_damaged_package_is_not_used(folder, cache, started):
     for shape in SHAPES:
         (model.compiled.folder / f"{shape}.pt2").write_bytes(b"PK damaged")
     assert len(plain(model, [request(PROMPT, max_tokens=3)])[0]) == 3 and model.meter.tier.startswith("eager:")
+
+
+def test_another_process_of_a_dead_builders_number_is_no_builder(folder, cache, started):
+    """Numbers are given again: this very process has the one that stands in the lock."""
+    recipe = recipe_of(folder)
+    place = recipe.place()
+    place.mkdir(parents=True)
+    (place / "lock").write_text(str(os.getpid()))
+    found = Compiled(recipe, model_of(folder).step)
+    found._start()
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("why, waits", [("eager:not-compiled\nthe disk is full", True), ("", True), ("eager:graph-breaks\nat line 3", False)])
+def test_a_build_that_failed_is_told_and_tried_again_later(folder, cache, started, caplog, monkeypatch, why, waits):
+    """What may be the machine's fault is tried again after an hour; what is the model's fault is not."""
+    recipe, step = recipe_of(folder), model_of(folder).step
+    place = recipe.place()
+    place.mkdir(parents=True)
+    (failed := place / "failed").write_text(why)
+    compiled._say_once.cache_clear()
+    with caplog.at_level("WARNING", "outrider"):
+        found = Compiled(recipe, step)
+        found.wait()
+    assert found.reason == (why.split("\n")[0] or "eager:not-compiled") and not started
+    assert "could not be built" in caplog.text and str(place / "log") in caplog.text and ("in an hour" in caplog.text) == waits
+    os.utime(failed, (0, 0))
+    again = Compiled(recipe, step)
+    again._start()
+    assert bool(started) == waits == (not failed.exists()) and (again.reason == "eager:building") == waits

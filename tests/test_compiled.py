@@ -1,6 +1,5 @@
 """Compiled steps: a package built from a folder scores as the eager step does, and is used only where that holds."""
 
-import os
 import shutil
 import threading
 from types import SimpleNamespace
@@ -290,17 +289,6 @@ def test_waiting_takes_up_what_a_living_builder_puts_there(built, folder, cache,
     assert set(found.packages) == set(SHAPES) and found.reason == "eager:building" and started == []
 
 
-def test_another_process_of_a_dead_builders_number_is_no_builder(folder, cache, started):
-    """Numbers are given again: this very process has the one that stands in the lock."""
-    recipe = recipe_of(folder)
-    place = recipe.place()
-    place.mkdir(parents=True)
-    (place / "lock").write_text(str(os.getpid()))
-    found = Compiled(recipe, model_of(folder).step)
-    found._start()
-    assert len(started) == 1
-
-
 def test_running_text_changes_over_when_the_package_comes(built, folder, cache, started, monkeypatch):
     """Eager steps serve until then; the wide package alone serves every shape until the narrow one is there."""
     monkeypatch.setattr(compiled, "POLL", 0.0)
@@ -332,25 +320,6 @@ def test_one_package_serves_though_the_other_cannot_be_built(built, folder, cach
     else:
         monkeypatch.setattr(compiled.shutil, "which", lambda *_: None)
     assert Compiled(recipe, model_of(folder).step).get(3, 4) is not None
-
-
-@pytest.mark.parametrize("why, waits", [("eager:not-compiled\nthe disk is full", True), ("", True), ("eager:graph-breaks\nat line 3", False)])
-def test_a_build_that_failed_is_told_and_tried_again_later(folder, cache, started, caplog, monkeypatch, why, waits):
-    """What may be the machine's fault is tried again after an hour; what is the model's fault is not."""
-    recipe, step = recipe_of(folder), model_of(folder).step
-    place = recipe.place()
-    place.mkdir(parents=True)
-    (failed := place / "failed").write_text(why)
-    compiled._say_once.cache_clear()
-    with caplog.at_level("WARNING", "outrider"):
-        found = Compiled(recipe, step)
-        found.wait()
-    assert found.reason == (why.split("\n")[0] or "eager:not-compiled") and not started
-    assert "could not be built" in caplog.text and str(place / "log") in caplog.text and ("in an hour" in caplog.text) == waits
-    os.utime(failed, (0, 0))
-    again = Compiled(recipe, step)
-    again._start()
-    assert bool(started) == waits == (not failed.exists()) and (again.reason == "eager:building") == waits
 
 
 def test_a_package_that_is_slower_than_eager_steps_is_not_used(serve, monkeypatch):
