@@ -8,7 +8,7 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
 RECIPE ?= recipes/reference-cpu.toml
 DATA ?= ../shared/data
 
-.PHONY: demo test test-slow test-gpu bench bench-gpu lint size mutants train clean
+.PHONY: demo test test-slow test-gpu bench bench-wide bench-gpu lint size mutants train clean
 
 demo: $(VENV)/ready
 	$(BIN)/outrider demo
@@ -30,6 +30,12 @@ bench: $(VENV)/ready
 	$(BIN)/outrider bench verdict
 	$(BIN)/outrider bench schedule --rounds 2
 	$(BIN)/outrider bench guarantee
+
+# The reference target inside a shape of 157 M parameters, whose weights come from memory (about half an hour).
+bench-wide: $(VENV)/ready
+	test -d .train/reference-wide4 || $(BIN)/outrider bench widen .train/reference-wide4
+	$(BIN)/outrider bench speed --target .train/reference-wide4 --name speed-wide4
+	$(BIN)/outrider bench schedule --rounds 2 --target .train/reference-wide4 --name schedule-wide4
 
 # The same tables on a CUDA GPU, with the energy that its driver counts and how often a step waits for it, into docs/results/gpu.
 bench-gpu: $(VENV)/ready

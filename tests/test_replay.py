@@ -208,11 +208,24 @@ def test_hindsight_drafts_in_vain_where_that_is_cheaper() -> None:
 def test_nobody_beats_hindsight(seed: int) -> None:
     of = small(seed, length=120, depth=16)
     text, best = of.texts[0], hindsight(of, of.texts[0])
-    names = ["plain", "ucb1", "adaptive", "adaptive:tage", "lookup:2", "model:4", "model:16", "dynamic:model", "average:lookup"]
+    names = ["plain", "ucb1", "adaptive", "adaptive:tage", "lookup:2", "model:4", "model:16", "lookup+model:4", "dynamic:model", "average:lookup"]
     for name in names:
         assert replay(of, policy(name, of.drafters, of.costs, "replay"))[0].seconds >= best - 1e-9, name
     assert best <= informed(of, text) + 1e-9
     assert informed(of, text) <= 1.02 * replay(of, policy("plain", of.drafters, of.costs, "replay"))[0].seconds
+
+
+def test_the_informed_may_have_two_guess_at_once() -> None:
+    """Two who are right at different places bring more together, where verifying is nearly free; and no more than is theirs where they agree."""
+    priced = costs(linear(0.01), {"lookup": linear(0.0, 0.01), "model": linear(0.01, 0.0)}, catch_up=0.0)
+    apart = trace(5, priced, {"lookup": lambda t, d: 0.6, "model": lambda t, d: 0.6}, length=200)
+    (text,) = apart.texts
+    differently = [([token + (token == WRONG) for token in said], scores) for said, scores in text.guesses["model"]]
+    text = changed(text, guesses=text.guesses | {"model": differently})
+    alone = [informed(changed(apart, drafters=[name]), text) for name in apart.drafters]
+    assert informed(apart, text) < 0.9 * min(alone)
+    alike = changed(text, guesses=dict.fromkeys(apart.drafters, text.guesses["model"]))
+    assert informed(apart, alike) == pytest.approx(informed(changed(apart, drafters=["lookup"]), alike))
 
 
 def test_accepted_by_hand() -> None:
@@ -223,14 +236,21 @@ def test_accepted_by_hand() -> None:
 # --- policies and figures ---
 
 
-@pytest.mark.parametrize("name", ["plain", "ucb1", "adaptive", "adaptive:gshare", "lookup:3", "dynamic:model", "average:model"])
+@pytest.mark.parametrize("name", ["plain", "ucb1", "adaptive", "adaptive:gshare", "lookup:3", "lookup+model:3", "dynamic:model", "average:model"])
 def test_every_policy_replays(recorded: Trace, name: str) -> None:
     for one in replay(recorded, policy(name, recorded.drafters, recorded.costs, "")):
         assert one.seconds > 0 and sum(r.emitted[0] for r in one.records) == len(one.text.tokens)
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("adaptiv", "adaptive"), ("lookup:four", "lookup:4"), ("average:modle", "average:model"), ("ucb", "ucb1")]
+    ("name", "meant"),
+    [
+        ("adaptiv", "adaptive"),
+        ("lookup:four", "lookup:4"),
+        ("average:modle", "average:model"),
+        ("ucb", "ucb1"),
+        ("lookup+lookup:4", "lookup:4"),
+    ],
 )
 def test_an_unknown_policy_names_the_nearest(name: str, meant: str) -> None:
     with pytest.raises(OutriderError, match=meant):

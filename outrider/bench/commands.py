@@ -25,7 +25,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure on this machine, baselin
 def speed(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
     target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
-    compile: Compile = "wait", out: Out = Path("docs/results"),
+    compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "speed", out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
     from rich.console import Console
@@ -36,7 +36,7 @@ def speed(
     how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
-    peers.save(result, out, "speed")
+    peers.save(result, out, name)
     print(markdown(result))
 
 
@@ -87,6 +87,23 @@ def synthetic(
         result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
     made_up.save(result, out)
     print(made_up.table(result))
+
+
+@bench.command("widen")
+def widen_(
+    folder: Annotated[Path, typer.Argument(help="A new folder for the model.")], target: Target = None,
+    width: Annotated[int, typer.Option(help="Times as many heads, hidden sizes and neurons: 1, 4 or 16.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers in all; 0: as many as it has.")] = 0,
+) -> None:  # fmt: skip
+    """Put a Llama inside a larger shape: the same text at the cost of many more parameters, for the other benchmarks' --target."""
+    from outrider import reference
+    from outrider.bench import widen
+    from outrider.models.load import locate
+
+    made = widen.widen(locate(target or reference.target()), folder, width, layers)
+    print(
+        f"{folder}: {made['parameters'] / 1e6:.1f} M parameters, {made['num_hidden_layers']} layers x {made['hidden_size']}; it writes what the model in it writes"
+    )
 
 
 @bench.command()

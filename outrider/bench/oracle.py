@@ -8,12 +8,19 @@ trace itself shows and the rate at which this very policy produces (Dinkelbach's
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 from outrider.bench.replay import DEPTH, Text, Trace, tier_of
 from outrider.control.predict import bucket
 from outrider.measure.cost import CALM, Costs, situation
 
-Choice = tuple[str, int]
+
+class Offer(NamedTuple):
+    """What may be drafted at a position: tokens expected, seconds, and how deep each drafter goes. {}: plain decoding."""
+
+    tokens: float
+    seconds: float
+    depths: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,38 +91,63 @@ def _hindsight(text: Text, price: Prices, team: tuple[str, ...]) -> float:
 def informed(trace: Trace, text: Text) -> float:
     """Seconds of one who knows the probabilities of this text's own guesses."""
     price, table = prices(trace, text), _shares(trace, text)
-    return min(_informed(text, price, table, team) + sum(price.first[name] for name in team) for team in _teams(trace))
+    offers = {team: [_offers(text, t, price, table, team) for t in range(len(text.tokens))] for team in _teams(trace) if team}
+    return min(
+        _informed(text, price, [own for some, own in offers.items() if set(some) <= set(team)]) + sum(price.first[name] for name in team)
+        for team in _teams(trace)
+    )
 
 
-def _informed(text: Text, price: Prices, table: dict[tuple[str, int, int], float], team: tuple[str, ...]) -> float:
+def _informed(text: Text, price: Prices, offers: list[list[list[Offer]]]) -> float:
+    """offers: by who drafts, position."""
     total = len(text.tokens)
     rate, seconds = 1 / price.steady, 0.0
     for _ in range(8):
         t, seconds, calm = 0, 0.0, CALM
         while t < total:
-            name, depth = _best(text, t, price, table, team, rate, calm)
-            seconds += price.of(name, depth) if depth else price.plain(calm)
-            calm = 0 if depth else calm + 1
-            t += 1 + min(depth, accepted(text, name, t) if depth else 0, total - t - 1)
+            plain = Offer(1.0, price.plain(calm), {})
+            best = max([plain, *(offer for own in offers for offer in own[t])], key=lambda o: o.tokens - rate * o.seconds)
+            seconds += best.seconds
+            calm = 0 if best.depths else calm + 1
+            t += 1 + min(max([min(depth, accepted(text, name, t)) for name, depth in best.depths.items()], default=0), total - t - 1)
         if abs(total / seconds - rate) < 1e-3 * rate:
             break
         rate = total / seconds
     return seconds
 
 
-def _best(
-    text: Text, t: int, price: Prices, table: dict[tuple[str, int, int], float], team: tuple[str, ...], rate: float, calm: int
-) -> Choice:  # fmt: skip
-    best, choice = 1 - rate * price.plain(calm), ("", 0)
+def _offers(text: Text, t: int, price: Prices, table: dict[tuple[str, int, int], float], team: tuple[str, ...]) -> list[Offer]:
+    """What a team could draft: its likeliest nodes, any number of them. A node that two would guess is as likely as the surer says, and drafted by
+    the first; those beside one another are together no likelier than what is before them."""
+    survival, by = _survivals(text, t, table, team)
+    tokens, depths, out = 1.0, dict.fromkeys(team, 0), []
+    for n, path in enumerate(sorted(survival, key=lambda path: (-survival[path], len(path)))[: len(price.verify) - 1], 1):
+        tokens += survival[path]
+        depths[by[path]] = max(depths[by[path]], len(path))
+        out.append(
+            Offer(tokens, price.verify[n] + sum(price.draft[name][k] for name, k in depths.items() if k), {k: v for k, v in depths.items() if v})
+        )
+    return out
+
+
+def _survivals(
+    text: Text, t: int, table: dict[tuple[str, int, int], float], team: tuple[str, ...]
+) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], str]]:  # fmt: skip
+    """By path: how likely it is to come true, and who drafts it."""
+    chance: dict[tuple[int, ...], float] = {}
+    by: dict[tuple[int, ...], str] = {}
     for name in team:
-        survival, gained = 1.0, 1.0
-        for depth, score in enumerate(text.guesses[name][t][1][: len(text.tokens) - t - 1], 1):
-            survival *= table[name, min(depth, 3), bucket(score)]
-            gained += survival
-            worth = gained - rate * price.of(name, depth)
-            if worth > best:
-                best, choice = worth, (name, depth)
-    return choice
+        said, scores = text.guesses[name][t]
+        for depth, score in enumerate(scores[: len(text.tokens) - t - 1], 1):
+            path = tuple(said[:depth])
+            by.setdefault(path, name)
+            chance[path] = max(chance.get(path, 0.0), table[name, min(depth, 3), bucket(score)])
+    survival, left = {(): 1.0}, {(): 1.0}
+    for path in sorted(chance, key=lambda path: (len(path), -chance[path])):
+        survival[path] = left[path] = min(survival[path[:-1]] * chance[path], left[path[:-1]])
+        left[path[:-1]] -= survival[path]
+    del survival[()]
+    return survival, by
 
 
 def _shares(trace: Trace, text: Text) -> dict[tuple[str, int, int], float]:

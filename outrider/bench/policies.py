@@ -3,6 +3,7 @@ assisted generation (threshold 0.4, at most 20 tokens), SGLang's moving average 
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.control.controller import Adaptive
@@ -18,8 +19,14 @@ DYNAMIC_CAP, DYNAMIC_THRESHOLD = 20, 0.4
 DEPTHS = (2, 4, 8, 16)
 
 
-def chain(name: str, depth: int) -> Plan:
-    return Plan(((name, depth, 1),)) if depth else Plan()
+def chain(names: str, depth: int) -> Plan:
+    """A chain of every drafter of NAME+NAME."""
+    return Plan(tuple((name, depth, 1) for name in names.split("+"))) if depth else Plan()
+
+
+def singly_and_together(drafters: Iterable[str]) -> list[str]:
+    """Each drafter, and where there are more all of them: what fixed plans name."""
+    return list(dict.fromkeys([*drafters, "+".join(drafters)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +105,23 @@ class Bandit:
 
 
 def policy(name: str, drafters: list[str], costs: dict, tier: str, state: dict | None = None) -> Controller:
-    """By name: plain, NAME:K, dynamic:NAME, average:NAME, ucb1, adaptive or adaptive:PREDICTOR (which begin with the costs
+    """By name: plain, NAME:K, NAME+NAME:K, dynamic:NAME, average:NAME, ucb1, adaptive or adaptive:PREDICTOR (which begin with the costs
     of the trace, and with `state` if it is given)."""
     kind, _, rest = name.partition(":")
     if name == "plain":
         return fixed(Plan())
-    if kind in drafters and rest.isdigit():
+    if rest.isdigit() and set(asked := kind.split("+")) <= set(drafters) and len(set(asked)) == len(asked):
         return fixed(chain(kind, int(rest)))
     if kind == "dynamic" and rest in drafters:
         return Threshold(lambda seqs: (chain(rest, DYNAMIC_CAP), "dynamic"))
     if kind == "average" and rest in drafters:
         return MovingAverage(rest)
     if name == "ucb1":
-        return Bandit([Plan(), *(chain(d, k) for d in drafters for k in DEPTHS)])
+        return Bandit([Plan(), *(chain(d, k) for d in singly_and_together(drafters) for k in DEPTHS)])
     if kind == "adaptive":
         bits = {d: 1 << i for i, d in enumerate(drafters)}
         known = Costs({})
         tables = Tables(bits, known, rest or "logistic", state={"costs": costs, **(state or {})})
         return Adaptive(tables, lambda: tier)
-    raise nearest(
-        name, ["plain", "ucb1", "adaptive", *(f"{d}:4" for d in drafters), *(f"{k}:{d}" for k in ("dynamic", "average") for d in drafters)], "policy"
-    )
+    others = [f"{k}:{d}" for k in ("dynamic", "average") for d in drafters]
+    raise nearest(name, ["plain", "ucb1", "adaptive", *(f"{d}:4" for d in singly_and_together(drafters)), *others], "policy")

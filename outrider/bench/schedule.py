@@ -93,7 +93,7 @@ def schedule(
     taped = replay.record(fast, asked, max_tokens, tables.costs, lambda at: progress(f"recording {at}"))
     contenders = {
         PLAIN: Writer(plain),
-        **{f"{name}:{k}": Writer(fast, fixed(policies.chain(name, k))) for name in fast.engine.drafters for k in FIXED},
+        **{f"{name}:{k}": Writer(fast, fixed(policies.chain(name, k))) for name in policies.singly_and_together(fast.engine.drafters) for k in FIXED},
     }
     contenders |= {ADAPTIVE: Writer(fast), OFF: Writer(fast, speculation="off"), AGAIN: Writer(plain)}
     for writer in contenders.values():
@@ -170,7 +170,8 @@ def _table(rows: list[dict[str, Any]], categories: list[str], names: list[str]) 
 def replayed(taped: replay.Trace, names: list[str] | None = None, state: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
     """Policies and oracles on the trace, times as fast as plain."""
     tier = replay.tier_of(taped)
-    usual = [*(f"{d}:{k}" for d in taped.drafters for k in FIXED), *(r.format(d=d) for d in taped.drafters for r in REPLAYED), "ucb1", ADAPTIVE]
+    fixed_plans = [f"{d}:{k}" for d in policies.singly_and_together(taped.drafters) for k in FIXED]
+    usual = [*fixed_plans, *(r.format(d=d) for d in taped.drafters for r in REPLAYED), "ucb1", ADAPTIVE]
     names = list(dict.fromkeys([PLAIN, *(names or usual)]))
     seconds: dict[str, list[float]] = {}
     for name in names:
