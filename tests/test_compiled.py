@@ -10,6 +10,7 @@ import pytest
 import torch
 from contracts import check_scores, opened, plain, random_draft, recompute, request, run
 from packages import CLOSE, DTYPE, PAIRED, PROMPT, TWIN, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
+from test_pages import flags_of, linux
 
 import outrider
 from outrider.control.fixed import fixed
@@ -238,6 +239,13 @@ def test_weights_that_are_packed_alike_are_held_once(served, built):
     files = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
     carried = sum(w.nbytes for shape in SHAPES for w in package._carried(built / f"{shape}.pt2").values())
     assert served.compiled.bytes == files - carried + sum(held.values())
+
+
+@linux
+def test_packed_weights_lie_on_huge_pages(served):
+    model = {w.data_ptr() for w in (*served.module.parameters(), *served.module.buffers())}
+    packed = [w for own in served.compiled.packages.values() for w in own.weights.values() if w.data_ptr() not in model and w.is_contiguous()]
+    assert packed and all("hg" in flags_of(w.data_ptr()).split() for w in packed)
 
 
 @pytest.mark.parametrize("change", [lambda w: w + 1, lambda w: w[:2], lambda w: w.t().contiguous().t(), lambda w: w.double()])

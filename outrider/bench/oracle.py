@@ -142,7 +142,8 @@ def _survivals(
             path = tuple(said[:depth])
             by.setdefault(path, name)
             chance[path] = max(chance.get(path, 0.0), table[name, min(depth, 3), bucket(score)])
-    survival, left = {(): 1.0}, {(): 1.0}
+    survival: dict[tuple[int, ...], float] = {(): 1.0}
+    left = dict(survival)  # of each, what its children do not take
     for path in sorted(chance, key=lambda path: (len(path), -chance[path])):
         survival[path] = left[path] = min(survival[path[:-1]] * chance[path], left[path[:-1]])
         left[path[:-1]] -= survival[path]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.models.microkernel import BLOCK, few_rows
+from outrider.models.microkernel import few_rows
 from outrider.models.step import grouped_attention
 
+BLOCK = 64  # slots of a tile, and dims of a product
 WIDEST = 256  # dims of a head: tiles lie on the stack
 
 SOURCE = r"""

@@ -82,7 +82,7 @@ def _independent(program: torch.export.ExportedProgram) -> bool:
     for (_, name, *_), args in called:
         if name == "linear":
             n, k = args[1].meta["val"].shape
-            if n % microkernel.BLOCK or k % 2:
+            if n % microkernel.BLOCK or k % microkernel.DEEP:
                 return False
         elif name in PRODUCTS and args[0].meta["val"].shape[-1] != 1:
             return False

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-BLOCK = 64  # columns of a packed block where vectors have 16 numbers: four sums a row
-NARROW = 16  # the same where they have eight, and half as many registers: two sums a row
+BLOCK = 32  # columns of a packed block where vectors have 16 numbers: two sums a row, for twelve rows at most; a block is then read once
+NARROW = 16  # the same where they have eight, and half as many registers: for six rows
+DEEP = 16  # inputs that a block is told to take in at once: so Inductor, which takes the largest block that divides the sizes, takes ours
+SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 
 SOURCE = r"""
 template <int ROWS, bool accum>
@@ -23,7 +25,7 @@ inline void {{kernel_name}}_rows(
     using V = at::vec::Vectorized<float>;
     constexpr int SIZE = V::size(), COLUMNS = {{block}} / SIZE;
     V sum[ROWS][COLUMNS];
-    _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r)
+    _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
             sum[r][c] = accum ? V::loadu(C + r * ldc + SIZE * c) : V(0.f);
 {%- if pairs %}
@@ -31,7 +33,7 @@ inline void {{kernel_name}}_rows(
         __m512bh b[COLUMNS];
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
             b[c] = (__m512bh)_mm512_loadu_si512((const void*)(B + k * ldb + 32 * c));
-        _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r) {
+        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
             int32_t pair;
             std::memcpy(&pair, A + r * lda + k, sizeof(pair));
             const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
@@ -43,21 +45,21 @@ inline void {{kernel_name}}_rows(
     for (int64_t k = 0; k < K; ++k) {
         V b[COLUMNS];
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = V::loadu(B + k * ldb + SIZE * c);
-        _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r) {
+        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
             const V a(A[r * lda + k]);
             _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(a, b[c], sum[r][c]);
         }
     }
 {%- endif %}
-    _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; ++r)
+    _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
             sum[r][c].store(C + r * ldc + SIZE * c);
 }
 {{declare_kernel}} {
     for (int64_t m = 0; m < M;) {
-        const int64_t rows = M - m > 6 ? 4 : M - m;  // up to six rows keep their sums in registers
+        const int64_t parts = (M - m + {{most - 1}}) / {{most}}, rows = (M - m + parts - 1) / parts;  // whose sums stay in registers
         switch (rows) {
-{%- for rows in range(1, 7) %}
+{%- for rows in range(1, most + 1) %}
             case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>(A + m * lda, B, C + m * ldc, K, lda, ldb, ldc); break;
 {%- endfor %}
         }
@@ -82,15 +84,18 @@ def few_rows(dtype: torch.dtype) -> Any:
         block, vectors = (BLOCK, cpu_vec_isa.VecAVX512) if wide else (NARROW, cpu_vec_isa.VecAVX2)
 
         def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
-            return k % (1 + pairs) == 0 and n % block == 0 and alpha == 1
+            return k % DEEP == 0 and n % block == 0 and alpha == 1
 
         class FewRows(cpp_micro_gemm.CppMicroGemm):
             def codegen_define(self, kernel: Any) -> str:
+                size = 16 if wide else 8
+                columns = self.register_blocking.block_n
                 names = {
                     "declare_kernel": self.get_kernel_declaration(),
                     "kernel": kernel,
                     "pairs": pairs,
-                    "block": block,
+                    "block": columns,
+                    "most": SUMS[size] * size // columns,
                     **self.get_common_options(),
                 }
                 text: str = inductor.KernelTemplate._template_from_string(SOURCE).render(names)
@@ -99,7 +104,7 @@ def few_rows(dtype: torch.dtype) -> Any:
             def get_b_layout(self) -> Any:
                 return inductor.LayoutType.VNNI2 if pairs else inductor.LayoutType.NORMAL
 
-        shape = inductor.generate_gemm_config(vectors, [(8, block, 1 + pairs)], input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
+        shape = inductor.generate_gemm_config(vectors, [(8, block, DEEP)], input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
         inductor.register_micro_gemm(*shape)(FewRows)
     except (ImportError, AttributeError, TypeError):
         return None

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.models import pages
+
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 
 
@@ -31,7 +33,8 @@ class Package:
         self.threads = torch.get_num_threads()
         carried = _carried(file) if frozen else {}
         borrowed = {} if frozen else {n: known[n] for n in self.loader.get_constant_fqns()}
-        self.weights = borrowed | {n: _same(w, known.get(n)) for n, w in carried.items()}
+        found = borrowed | {n: _same(w, known.get(n)) for n, w in carried.items()}
+        self.weights = found | pages.together({n: w for n, w in found.items() if w is not known.get(n)})
         if self.weights:  # else they are part of its code
             self.loader.load_constants(self.weights, False, True, True)
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
