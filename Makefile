@@ -31,11 +31,11 @@ bench: $(VENV)/ready
 	$(BIN)/outrider bench schedule --rounds 2
 	$(BIN)/outrider bench guarantee
 
-# The reference target inside a shape of 157 M parameters, whose weights come from memory (about half an hour).
+# The reference target inside a shape of 157 M parameters, whose weights come from memory (about twenty minutes).
 bench-wide: $(VENV)/ready
 	test -d .train/reference-wide4 || $(BIN)/outrider bench widen .train/reference-wide4
 	$(BIN)/outrider bench speed --target .train/reference-wide4 --name speed-wide4
-	$(BIN)/outrider bench schedule --rounds 2 --target .train/reference-wide4 --name schedule-wide4
+	$(BIN)/outrider bench schedule --rounds 1 --target .train/reference-wide4 --name schedule-wide4
 
 # The same tables on a CUDA GPU, with the energy that its driver counts and how often a step waits for it, into docs/results/gpu.
 bench-gpu: $(VENV)/ready

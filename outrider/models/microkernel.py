@@ -1,5 +1,5 @@
 """A product of few rows by a packed matrix: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
-float32 first and take three times as long at eight rows; in float32 (AVX512, AVX2) with the sums of six rows in registers, where oneDNN's take half
+float32 first and take three times as long at eight rows; in float32 (AVX512, AVX2) with the sums of many rows in registers, where oneDNN's take half
 as long again at one row, or twice, and Inductor's a third longer at nine. Registered with Inductor, which packs the weights, splits the work between threads and fuses what
 follows; a row's result does not depend on how many there are.
 
@@ -13,7 +13,7 @@ import torch
 
 BLOCK = 32  # columns of a packed block where vectors have 16 numbers: two sums a row, for twelve rows at most; a block is then read once
 NARROW = 16  # the same where they have eight, and half as many registers: for six rows
-DEEP = 16  # inputs that a block is told to take in at once: so Inductor, which takes the largest block that divides the sizes, takes ours
+DEEP = 16  # inputs that a block is said to take in at once, where they divide: Inductor takes the largest block that divides the sizes, and so always ours
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 
 SOURCE = r"""
@@ -84,7 +84,7 @@ def few_rows(dtype: torch.dtype) -> Any:
         block, vectors = (BLOCK, cpu_vec_isa.VecAVX512) if wide else (NARROW, cpu_vec_isa.VecAVX2)
 
         def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
-            return k % DEEP == 0 and n % block == 0 and alpha == 1
+            return k % config.register_blocking.block_k == 0 and n % block == 0 and alpha == 1
 
         class FewRows(cpp_micro_gemm.CppMicroGemm):
             def codegen_define(self, kernel: Any) -> str:
@@ -104,7 +104,8 @@ def few_rows(dtype: torch.dtype) -> Any:
             def get_b_layout(self) -> Any:
                 return inductor.LayoutType.VNNI2 if pairs else inductor.LayoutType.NORMAL
 
-        shape = inductor.generate_gemm_config(vectors, [(8, block, DEEP)], input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
+        blocks = [(8, block, DEEP), (8, block, 2)]
+        shape = inductor.generate_gemm_config(vectors, blocks, input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
         inductor.register_micro_gemm(*shape)(FewRows)
     except (ImportError, AttributeError, TypeError):
         return None
