@@ -110,10 +110,11 @@ class Adaptive:
         self.asleep = 0
 
     def _let_rest(self, rows: list[Row], names: list[str]) -> str:
-        """Those who would have a guess cost more than there is; one that costs less has none now, and may have one in the next step."""
+        """Those who would have a guess cost more than there is, and are asked again when there can be some more; one that costs less has none now, and may have one
+        in the next step."""
         self.silent = True
         for row in rows:
-            row.rest |= dict.fromkeys(names, BATCH)
+            row.rest |= dict.fromkeys(names, EARN)
         return "off:guard"
 
     def _earn(self, missing: float, page: Page) -> str:
