@@ -33,7 +33,7 @@ bench: $(VENV)/ready
 
 # The reference target inside a shape of 157 M parameters, whose weights come from memory (about twenty minutes).
 bench-wide: $(VENV)/ready
-	test -d .train/reference-wide4 || $(BIN)/outrider bench widen .train/reference-wide4
+	test -f .train/reference-wide4/tokenizer.json || $(BIN)/outrider bench widen .train/reference-wide4
 	$(BIN)/outrider bench speed --target .train/reference-wide4 --name speed-wide4
 	$(BIN)/outrider bench schedule --rounds 1 --target .train/reference-wide4 --name schedule-wide4
 

@@ -91,8 +91,13 @@ def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch
 
 @pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
 @pytest.mark.parametrize(("head", "hidden", "independent"), [(64, 64, True), (64, 48, False), (8, 64, False)])
-def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_are_the_house_s(head, hidden, independent, tmp_path, monkeypatch):
-    """Every product's outputs must fill blocks, and every head the attention's; weights lie beside the code, to be shared."""
+@pytest.mark.parametrize("threads", [1, 5])
+def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_are_the_house_s(
+    threads, head, hidden, independent, tmp_path, monkeypatch
+):
+    """Every product's outputs must fill blocks, one for each thread, and every head the attention's; weights lie beside the code, to be shared."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    independent = independent and threads * 32 <= hidden
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=head, hidden=hidden)), []
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, package_path, inductor_configs: asked.append(inductor_configs))
     monkeypatch.setattr(builder_module, "complete", lambda file: True)

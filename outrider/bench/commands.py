@@ -102,7 +102,7 @@ def widen_(
 
     made = widen.widen(locate(target or reference.target()), folder, width, layers)
     print(
-        f"{folder}: {made['parameters'] / 1e6:.1f} M parameters, {made['num_hidden_layers']} layers x {made['hidden_size']}; it writes what the model in it writes"
+        f"{folder}: {made['parameters'] / 1e6:.1f} M parameters, {made['num_hidden_layers']} layers x {made['hidden_size']}; it writes what the model in it writes, but for rounding"
     )
 
 

@@ -26,7 +26,7 @@ def chain(names: str, depth: int) -> Plan:
 
 def singly_and_together(drafters: Iterable[str]) -> list[str]:
     """Each drafter, and where there are more all of them: what fixed plans name."""
-    return list(dict.fromkeys([*drafters, "+".join(drafters)]))
+    return list(dict.fromkeys([*(names := list(drafters)), *["+".join(names)] * bool(names)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A model inside a larger shape: the same text at the cost of many more parameters.
+"""A model inside a larger shape: the same text, but for rounding, at the cost of many more parameters.
 
 What speculation brings hangs on the texts, on how well drafters guess them, and on what a step costs. The first two can be kept while the
 third grows: layers are made wider and more, and what is new writes next to nothing into the residual stream. So a small pair tells how
@@ -44,7 +44,8 @@ def widen(source: Path, folder: Path, width: int = 4, layers: int = 0) -> dict[s
     with torch.no_grad():
         for name, weight in wide.named_parameters():
             _fill(name, weight, old.get(name), width)
-    wide.to(kept or torch.float32).save_pretrained(folder)
+    wide.generation_config = module.generation_config
+    wide.to(torch.bfloat16 if kept == torch.float16 else kept or torch.float32).save_pretrained(folder)  # float16 has no numbers so small
     models.load_tokenizer(source).save_pretrained(folder)
     return {**json.loads((folder / "config.json").read_text()), "parameters": sum(p.numel() for p in wide.parameters())}
 

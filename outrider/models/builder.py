@@ -74,15 +74,16 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
 
 
 def _independent(program: torch.export.ExportedProgram) -> bool:
-    """Are all products and all attention the house's own, whose rows hang on no other row and on no hidden slot? Products over one element are none."""
+    """Are all products and all attention the house's own, whose rows hang on no other row and on no hidden slot? Products over one element are none.
+    Inductor takes kernels of its own where there is less than a block for each thread, and where the processor has tiles."""
     called = [(str(node.target).split("."), node.args) for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     names = [name for (_, name, *_), _ in called]
-    if "attend" not in names or any("scaled_dot" in name for name in names):
+    if "attend" not in names or any("scaled_dot" in name for name in names) or torch.cpu._is_amx_tile_supported():
         return False
     for (_, name, *_), args in called:
         if name == "linear":
             n, k = args[1].meta["val"].shape
-            if n % microkernel.BLOCK or k % microkernel.DEEP:
+            if n % microkernel.BLOCK or k % microkernel.DEEP or n < microkernel.BLOCK * torch.get_num_threads():
                 return False
         elif name in PRODUCTS and args[0].meta["val"].shape[-1] != 1:
             return False

@@ -13,7 +13,7 @@ import torch
 
 BLOCK = 32  # columns of a packed block where vectors have 16 numbers: two sums a row, for twelve rows at most; a block is then read once
 NARROW = 16  # the same where they have eight, and half as many registers: for six rows
-DEEP = 16  # inputs that a block is said to take in at once, where they divide: Inductor takes the largest block that divides the sizes, and so always ours
+DEEP = 16  # inputs that a block is said to take in at once, where they divide: where there is one for each thread, Inductor takes the largest that divides the sizes
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 
 SOURCE = r"""

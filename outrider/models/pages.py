@@ -1,5 +1,5 @@
 """Weights on huge pages. A step reads all of them from end to end: on pages of 4 KB that is a page walk for each 4 KB, and on a virtual machine two in
-one. Most Linux systems give huge pages to those who ask, and to nobody else.
+one. Many Linux systems give huge pages to those who ask, and to nobody else.
 """
 
 import contextlib
@@ -14,11 +14,14 @@ HUGE, LINE = 2 << 20, 64  # bytes of a huge page, and of a cache line, to which 
 
 def together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies that lie one behind the other on huge pages, by name; what is one tensor under two names stays one. Those on a device, those with gaps, and
-    all where the system knows no such pages, are given back as they are. The memory is freed with the last of the copies."""
+    all where the system knows no such pages or has no room, are given back as they are. The memory is freed with the last of the copies."""
     once = {_where(t): t for t in tensors.values() if t.device.type == "cpu" and t.is_contiguous() and t.nbytes}
     if not once or not hasattr(mmap, "MADV_HUGEPAGE"):
         return dict(tensors)
-    arena = mmap.mmap(-1, sum([_lines(t) for t in once.values()]) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        arena = mmap.mmap(-1, sum([_lines(t) for t in once.values()]) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no room for copies
+        return dict(tensors)
     with contextlib.suppress(OSError):  # a kernel built without them: ordinary pages
         arena.madvise(mmap.MADV_HUGEPAGE)
     at, moved = -torch.frombuffer(arena, dtype=torch.uint8).data_ptr() % HUGE, {}
