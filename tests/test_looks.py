@@ -9,10 +9,10 @@ from contracts import request, run, sequence
 from test_controller import FREE, flat, lookups
 from written import adaptive, costs, drive, linear, trace
 
-from outrider.control.controller import SAMPLE, YOUNG, Adaptive
+from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import GUESSES, PATIENCE, RESTS, SILENT, UNPAID, Row, awake
 from outrider.control.tables import Tables
-from outrider.core.types import Draft, Sequence
+from outrider.core.types import Draft, Sequence, StepRecord
 from outrider.measure.cost import Costs
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
@@ -135,3 +135,24 @@ def test_who_rests_rests_though_others_take_turns(how: str) -> None:
 
     one = looks(1)
     assert one < 80 and looks(2) <= 1.2 * one
+
+
+def too_dear(every: int) -> list[StepRecord]:
+    """A text for which there is hardly any credit: lookup has a guess at every so manyth place, the model, which costs more than there is, always."""
+    chances = {"lookup": lambda t, d: 0.9 if t % every == every - 1 else 0.0, "model": lambda t, d: 0.2}
+    of = trace(6, costs(linear(0.02), {"lookup": linear(0.0, 0.01), "model": linear(4.0, 0.0)}), chances, length=300)
+    controller = adaptive(of)
+    drive(of, controller)
+    controller.ledger.credit["w0"] = 0.4
+    return drive(of, controller)[0]
+
+
+def test_who_is_too_dear_does_not_keep_a_cheap_one_from_being_looked_at() -> None:
+    records = too_dear(5)
+    assert records[0].reason == "off:guard" and not any(r.levels.get("model") for r in records[:10])
+    assert [i for i, r in enumerate(records[:5]) if r.drafted[0]] == [4], "its first guess"
+
+
+def test_who_is_too_dear_is_weighed_again_when_there_may_be_more() -> None:
+    """To weigh it every few steps would cost what they earn."""
+    assert [i for i, r in enumerate(too_dear(40)[: EARN + 2]) if r.reason == "off:guard"] == [0, EARN + 1]

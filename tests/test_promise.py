@@ -163,29 +163,6 @@ def test_what_is_earned_is_more_than_what_waking_takes() -> None:
         assert controller.asleep == pytest.approx(least, abs=1)
 
 
-def test_who_is_too_dear_does_not_keep_a_cheap_one_from_being_looked_at() -> None:
-    """Lookup has a guess now and then, the model always, for which the credit never suffices: lookup's are taken as they come."""
-    chances = {"lookup": lambda t, d: 0.9 if t % 5 == 4 else 0.0, "model": lambda t, d: 0.2}
-    of = trace(6, costs(linear(0.02), {"lookup": linear(0.0, 0.01), "model": linear(4.0, 0.0)}), chances, length=300)
-    controller = adaptive(of)
-    drive(of, controller)
-    controller.ledger.credit["w0"] = 0.4
-    records = drive(of, controller)[0]
-    assert records[0].reason == "off:guard" and not any(r.levels.get("model") for r in records[:10])
-    assert [i for i, r in enumerate(records[:5]) if r.drafted[0]] == [4], "its first guess"
-
-
-def test_who_is_too_dear_is_weighed_again_when_there_may_be_more() -> None:
-    """Lookup has no guess, and the model costs more than there is: to weigh that every few steps would cost what they earn."""
-    chances = {"lookup": lambda t, d: 0.9 if t % 40 == 39 else 0.0, "model": lambda t, d: 0.2}
-    of = trace(6, costs(linear(0.02), {"lookup": linear(0.0, 0.01), "model": linear(4.0, 0.0)}), chances, length=300)
-    controller = adaptive(of)
-    drive(of, controller)
-    controller.ledger.credit["w0"] = 0.4
-    records = drive(of, controller)[0]
-    assert [i for i, r in enumerate(records[: EARN + 2]) if r.reason == "off:guard"] == [0, EARN + 1]
-
-
 def test_the_ledger() -> None:
     """By hand: a grant of 8 steps of 2 seconds, 5% more than what a token takes, and what goes beyond the bad case."""
     ledger = Ledger(0.05)

@@ -29,13 +29,13 @@ def widen(source: Path, folder: Path, width: int = 4, layers: int = 0) -> dict[s
     layers, or a folder that is there."""
     if folder.exists():
         raise OutriderError(f"{folder} is there already", "", "the name of a new folder, or delete it")
+    if width not in WIDTHS:
+        raise OutriderError(f"width={width}", "norms keep their bits for squares of powers of two only", f"one of {list(WIDTHS)}")
     kept = models.load_config(source).dtype
     module: Any = models.load_module(source, "float32")
     if not isinstance(module, LlamaForCausalLM) or any("bias" in name for name, _ in module.named_parameters()):
         raise OutriderError(f"{source} is a {type(module).__name__}", "only Llamas without biases can be widened", "a folder of a LlamaForCausalLM")
     config, have = module.config, module.config.num_hidden_layers
-    if width not in WIDTHS:
-        raise OutriderError(f"width={width}", "norms keep their bits for squares of powers of two only", f"one of {list(WIDTHS)}")
     if layers and layers < have:
         raise OutriderError(f"layers={layers}, and the model has {have}", "layers are added, never taken", f"{have} or more")
     torch.manual_seed(0)
