@@ -1,16 +1,22 @@
 """What only a CUDA device can show: the same contracts there, and noise that is the same on both devices."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 import zoo
 from contracts import check_scores, plain, request, run
 
+import outrider
+from outrider import reference
+from outrider.bench import prompts
 from outrider.control.fixed import fixed
 from outrider.core.noise import address, gumbel
 from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
+from outrider.measure.device import DeviceMeter, waits
 from outrider.models.load import wrap
 from outrider.runtime.engine import Engine
 
@@ -46,3 +52,73 @@ def test_noise_is_a_function_of_its_address_on_both_devices():
     key = address(np.arange(5), np.arange(5))
     here, there = (gumbel(key, 1000, torch.device(d), torch.float32) for d in ("cpu", "cuda"))
     torch.testing.assert_close(here, there.cpu(), rtol=1e-6, atol=1e-6)
+
+
+# --- the reference pair by CUDA graphs
+
+DEVICE = "cuda"
+
+
+def served(**settings):
+    drafters = ["lookup", f"model:{reference.draft()}"]
+    return outrider.load(reference.target(), drafters=drafters, device=DEVICE, compile="wait", rows=1, context=1024, **settings)
+
+
+def write(rt, prompt: prompts.Prompt, **asked):
+    """The sequence of one text, and how many steps it took."""
+    seq = rt.engine.submit(rt.request(prompt.encode(rt.tokenizer), **{"max_tokens": 48, **asked}))
+    steps = 0
+    while seq.finish_reason is None:
+        rt.engine.step()
+        steps += 1
+    return seq, steps
+
+
+def texts(rt, **asked) -> list[list[int]]:
+    return [write(rt, prompts.load(category)[0], **asked)[0].generated for category in prompts.CATEGORIES]
+
+
+def test_graphs_write_what_eager_steps_write():
+    """Float32: near-ties are too rare to show in these texts."""
+    eager = outrider.load(reference.target(), drafters=[], device=DEVICE, dtype="float32", compile="off", rows=1, context=1024)
+    want = texts(eager)
+    rt = served(dtype="float32", depth=4)
+    assert texts(rt, speculation="off") == want and texts(rt) == want
+    target = rt.engine.target
+    assert target.compiled.graphs and target.compiled.reason == "eager:first-use", target.compiled.reason
+    assert target.meter.tier == "compiled"
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "coupled"])
+def test_strict_text_is_the_same_with_and_without_drafts(sampling):
+    rt = served(dtype="bfloat16", strict=True, depth=4)
+    assert texts(rt, **sampling) == texts(rt, speculation="off", **sampling)
+    assert any(sum(r.drafted) for r in write(rt, prompts.load("code_edit")[0], **sampling)[0].records)
+    assert rt.engine.target.compiled.graphs
+
+
+@pytest.mark.parametrize("speculation, most", [("off", 1), (["lookup"], 1), (["model"], 2)], ids=["plain", "lookup", "model"])
+def test_a_step_waits_for_the_device_seldom(speculation, most):
+    rt = served(depth=4)
+    prompt = prompts.load("summarise_copy")[0]
+    write(rt, prompt, speculation=speculation)  # captures
+    with waits(torch.device(DEVICE)) as found:
+        _, steps = write(rt, prompt, speculation=speculation)
+    assert 0 < len(found) <= most * steps + 2, Counter(found)
+
+
+def test_the_drivers_counter_is_read():
+    torch.ones(8, device=DEVICE)
+    with DeviceMeter(torch.device(DEVICE, 0)).window() as read:
+        x = torch.randn(4096, 4096, device=DEVICE)
+        for _ in range(400):
+            x = (x @ x).clamp(-1, 1)
+    if read[0].joules is None:
+        pytest.skip(read[0].source)
+    assert read[0].source == "NVML" and 5 * read[0].seconds < read[0].joules < 3000 * read[0].seconds
+
+
+def test_the_scheduler_writes_the_plain_text():
+    """Adaptive, on its own profile of this device."""
+    rt = served(dtype="float32")
+    assert texts(rt) == texts(rt, speculation="off")

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import zoo
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,3 +169,16 @@ def test_copying_tasks_copy():
     assert task.answer in task.prompt[0]["content"]
     task = tasks.make("quote", 2)
     assert all(s.strip(".") in task.prompt[0]["content"] for s in task.answer.split(". "))
+
+
+def test_models_in_training_need_no_mask():
+    """Logits are those of transformers' own attention; a model whose layers see a window keeps it."""
+    ids = torch.randint(0, 400, (2, 40))
+    model = pretrain.new_model(SHAPE, RECIPE["shared"], 1)
+    assert model.config._attn_implementation == pretrain.ATTENTION
+    got = model(input_ids=ids, use_cache=False).logits
+    model.config._attn_implementation = "sdpa"
+    torch.testing.assert_close(got, model(input_ids=ids, use_cache=False).logits)
+    windowed = zoo.module("mistral")
+    before = windowed.config._attn_implementation
+    assert pretrain.whole(windowed).config._attn_implementation == before

@@ -68,8 +68,8 @@ class Stock:
     def write(self, contender: str, tokens: list[int], max_tokens: int, temperature: float, ends: set[int]) -> Written:
         """Continue `tokens` with one of SETTINGS. Greedy at temperature 0, else samples with seed 1."""
         prompt, watch = torch.tensor([tokens], device=self.device), Watch()
-        options = {**self._speculation(contender), **_sampling(temperature)}
-        with _silent(), self.target.register_forward_hook(watch.call, with_kwargs=True):
+        options = {**self._speculation(contender), **drawing(temperature)}
+        with silent(), self.target.register_forward_hook(watch.call, with_kwargs=True):
             torch.manual_seed(1)
             start = time.perf_counter()
             out = self.target.generate(
@@ -87,7 +87,7 @@ class Stock:
         return {PLAIN: {}, LOOKUP: {"prompt_lookup_num_tokens": GUESSES}}[contender]
 
 
-def _sampling(temperature: float) -> dict[str, Any]:
+def drawing(temperature: float) -> dict[str, Any]:
     """The same law of the next token as ours, whatever the model's own generation config prefers."""
     if temperature == 0:
         return {"do_sample": False, "repetition_penalty": 1.0}
@@ -95,7 +95,7 @@ def _sampling(temperature: float) -> dict[str, Any]:
 
 
 @contextmanager
-def _silent() -> Any:
+def silent() -> Any:
     """Advice of transformers stays off while it writes."""
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()

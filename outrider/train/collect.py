@@ -1,7 +1,7 @@
 """The target's own text, for drafters to learn from: prompts cut from the training streams, continued by the target.
 
-It runs on the project's own runtime, plain, many rows at a time, greedy and sampled; finished texts are appended to one
-stream, so that an interrupted run loses little and the next one goes on.
+transformers' own `generate` writes many rows at a time, greedy and sampled in turn; every batch is appended to one stream
+when it is done, so that an interrupted run loses little and the next one goes on.
 """
 
 import itertools
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from outrider.core.types import SamplingParams
+from outrider.bench.peers import drawing, silent
+from outrider.models.load import load_module
 from outrider.train.corpus import ID, Marks, Streams
 
 LONGEST = 256  # tokens of a chat prompt
@@ -36,32 +38,38 @@ def prompts(streams: Streams, length: int, marks: Marks) -> Iterator[list[int]]:
 
 def collect(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None], piece: float = math.inf) -> None:
     """Append the target's texts to work/corpus/own.train.ids until the recipe's minutes are spent, `piece` of them now."""
-    import outrider
-
     section = recipe["collect"]
     file, seconds = work / "corpus/own.train.ids", section["minutes"] * 60
     meter = work / "collect.seconds"
     spent = float(meter.read_text()) if meter.exists() else 0.0
     seed = recipe["seed"] + (file.stat().st_size if file.exists() else 0)
     weights = {n: d["weight"] for n, d in recipe["corpus"].items()}
-    marks = Marks.of(work / "corpus")
-    source = prompts(Streams(work / "corpus", weights, "train", seed), section["prompt"], marks)
-    context = (LONGEST if marks.assistant else section["prompt"]) + section["length"] + 1
-    rt = outrider.load(work / "target", drafters=[], device=device, dtype="bfloat16", rows=section["rows"], context=context)
-    temperatures = itertools.cycle(section["temperatures"])
-    batch, count, stop, told = rt.engine.batcher, 0, spent + piece * 60, spent
+    source = prompts(Streams(work / "corpus", weights, "train", seed), section["prompt"], Marks.of(work / "corpus"))
+    target, temperatures = load_module(work / "target", "bfloat16").to(device).eval(), itertools.cycle(section["temperatures"])
+    torch.manual_seed(seed)
+    count, stop = 0, spent + piece * 60
     with open(file, "ab") as out:
         while spent < min(seconds, stop):
             began = time.monotonic()
-            while len(batch.waiting) + len(batch.running) < section["rows"]:
-                rt.engine.submit(rt.request(next(source), SamplingParams(temperature=float(next(temperatures)), max_tokens=section["length"])))
-            done = [s for s in rt.engine.step() if s.finish_reason]
-            out.write(b"".join(np.array(s.tokens, ID).tobytes() for s in done))
-            count += sum(s.produced for s in done)
+            asked = [next(source) for _ in range(section["rows"])]
+            for prompt, text in zip(asked, continued(target, asked, section["length"], next(temperatures)), strict=True):
+                out.write(np.array(prompt + text, ID).tobytes())
+                count += len(text)
+            out.flush()
             spent += time.monotonic() - began
-            if spent - told > 20:
-                out.flush()
-                meter.write_text(str(spent))
-                progress(f"{spent / 60:.1f} min  {count / 1e6:.2f} M tokens written by the target")
-                told = spent
-    meter.write_text(str(spent))
+            meter.write_text(str(spent))
+            progress(f"{spent / 60:.1f} min  {count / 1e6:.2f} M tokens written by the target")
+
+
+@torch.inference_mode()
+def continued(target: Any, asked: list[list[int]], length: int, temperature: float) -> list[list[int]]:
+    """What a transformers model writes after each of `asked`: at most `length` tokens, up to its end token, that included."""
+    longest = max(map(len, asked))
+    ids = torch.tensor([[0] * (longest - len(a)) + a for a in asked], device=target.device)
+    seen = torch.tensor([[0] * (longest - len(a)) + [1] * len(a) for a in asked], device=target.device)
+    named = target.generation_config.eos_token_id
+    ends = set(named if isinstance(named, list) else [named]) - {None}
+    with silent():
+        out = target.generate(input_ids=ids, attention_mask=seen, max_new_tokens=length, pad_token_id=0, **drawing(temperature))
+    texts = out[:, longest:].tolist()
+    return [text[: next((i for i, token in enumerate(text, 1) if token in ends), len(text))] for text in texts]

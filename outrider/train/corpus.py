@@ -4,8 +4,10 @@ A *domain* is a named stream with a sampling weight in the recipe. Held-out docu
 position and never enter training. Knows nothing of models.
 """
 
+import errno
 import gzip
 import hashlib
+import importlib.util
 import json
 import random
 import re
@@ -94,8 +96,20 @@ def manuals(data: Path) -> Iterator[str]:
 
 def python(data: Path) -> Iterator[str]:
     """The standard library of the running interpreter, without its tests and tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3", "__pycache__"}
+    return _modules(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def packages(data: Path) -> Iterator[str]:
+    """Installed packages that this one needs, under BSD and Apache licences, without their tests."""
+    for name in ("torch", "transformers", "numpy", "sympy"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise FileNotFoundError(errno.ENOENT, "not installed", f"the package {name}")
+        yield from _modules(Path(spec.submodule_search_locations[0]))
+
+
+def _modules(root: Path) -> Iterator[str]:
+    skip = {"site-packages", "test", "tests", "testing", "encodings", "pydoc_data", "idlelib", "lib2to3", "__pycache__"}
     for file in sorted(root.rglob("*.py")):
         if not skip & set(file.relative_to(root).parts):
             text = file.read_text("utf-8", errors="ignore")
@@ -104,12 +118,13 @@ def python(data: Path) -> Iterator[str]:
 
 
 def task_domain(data: Path) -> Iterator[str]:
-    yield from (render(t.messages) for t in tasks.mixture(0, 45_000))
+    yield from (render(t.messages) for t in tasks.mixture(0, 70_000))
 
 
 SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
     "books": books, "stories": stories, "shakespeare": shakespeare, "maths": maths,
-    "instructions": instructions, "manuals": manuals, "python": python, "tasks": task_domain,
+    "instructions": instructions, "manuals": manuals, "python": python, "packages": packages,
+    "tasks": task_domain,
 }  # fmt: skip
 
 
@@ -160,9 +175,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def build(domains: dict[str, dict[str, float]], data: Path, folder: Path, vocab: int, context: int, progress: Callable[[str], None]) -> None:
-    """Write tokenizer/, {domain}.train.ids and {domain}.held.ids below `folder`. What is already there, a tokenizer say, is kept."""
+    """Write tokenizer/, {domain}.train.ids and {domain}.held.ids below `folder`, and at last chars.json. What is already there, a tokenizer say, is
+    kept; where all is, `data` is not looked at."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {n: d for n, d in domains.items() if d["weight"] > 0}
+    if (folder / "chars.json").exists() and all((folder / f"{n}.{s}.ids").exists() for n in wanted for s in ("train", "held")):
+        return
     texts = {n: read(n, data, int(d.get("max_chars", 1e12))) for n, d in wanted.items()}
     saved = folder / "tokenizer" / "tokenizer.json"
     if not saved.exists():

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.core.errors import OutriderError
 from outrider.train.corpus import ID, Streams
-from outrider.train.pretrain import Schedule, common, export, held_out, new_model, train
+from outrider.train.pretrain import Schedule, common, export, held_out, new_model, train, whole
 
 
 class Mixed(Streams):
@@ -59,7 +59,7 @@ def distil_loss(teacher: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
 def distill(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None], piece: float = math.inf) -> None:
     """Train the recipe's draft against work/target, `piece` minutes at most now; when it is done, export it to work/draft."""
     teacher: Any = AutoModelForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16)
-    teacher = teacher.to(device).eval().requires_grad_(False)
+    teacher = whole(teacher).to(device).eval().requires_grad_(False)
     shared, longest = common(teacher.config), max(p["length"] for p in recipe["distill"]["phases"])
     if longest > (limit := shared["max_position_embeddings"] or longest):
         raise OutriderError(f"distill.phases has length = {longest} and the target's context is {limit}", "", f"length = {limit} or less")

@@ -18,17 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.core.errors import OutriderError
+from outrider.models.hf import windows
 from outrider.train.corpus import Streams
 
 SAVE_EVERY = 150.0  # seconds
+ATTENTION = "outrider-whole-texts"
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A recipe's training section. `phases`: rows and length of a batch up to a share of the minutes."""
+    """A recipe's training section. `phases`: rows and length of a batch up to a share of the minutes; `decay`: of Muon's weights."""
 
     minutes: float
     phases: tuple[dict[str, float], ...]
@@ -36,10 +43,11 @@ class Schedule:
     adamw: float
     warmup: float
     cooldown: float
+    decay: float = 0.01
 
     @classmethod
     def of(cls, section: dict[str, Any]) -> "Schedule":
-        return cls(**{k: section[k] for k in cls.__slots__ if k != "phases"}, phases=tuple(section["phases"]))
+        return cls(**{k: v for k, v in section.items() if k in cls.__slots__ and k != "phases"}, phases=tuple(section["phases"]))
 
     def shape(self, done: float) -> tuple[int, int]:
         phase = next((p for p in self.phases if done < p["until"]), self.phases[-1])
@@ -54,7 +62,15 @@ def new_model(shape: dict[str, Any], shared: dict[str, Any], seed: int) -> Any:
     """A Llama with tied embeddings and random weights; unless `shared` says otherwise, ids 0, 1 and 6 are begin, end and padding."""
     torch.manual_seed(seed)
     ours = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 6}
-    return LlamaForCausalLM(LlamaConfig(**{**ours, **shape, **shared}, tie_word_embeddings=True))
+    return whole(LlamaForCausalLM(LlamaConfig(**{**ours, **shape, **shared}, tie_word_embeddings=True)))
+
+
+def whole(model: Any) -> Any:
+    """The model, which will only see whole texts without padding: where its layers see all that precedes, torch's causal attention needs no mask, and
+    a compiled transformers module would write one of length x length out."""
+    if windows(model.config) == {"full_attention": None}:
+        model.config._attn_implementation = ATTENTION
+    return model
 
 
 def common(config: Any) -> dict[str, Any]:
@@ -78,7 +94,7 @@ class Masters:
         hidden = [c for (n, p), c in zip(model.named_parameters(), self.copies, strict=True) if p.ndim == 2 and "embed" not in n]
         others = [c for c in self.copies if all(c is not h for h in hidden)]
         self.optimisers: list[tuple[torch.optim.Optimizer, float]] = [
-            (torch.optim.Muon(hidden, lr=schedule.muon, weight_decay=0.01), schedule.muon),
+            (torch.optim.Muon(hidden, lr=schedule.muon, weight_decay=schedule.decay), schedule.muon),
             (torch.optim.AdamW(others, lr=schedule.adamw, betas=(0.9, 0.95), weight_decay=0.0), schedule.adamw),
         ]
 
