@@ -254,7 +254,7 @@ def graphs(monkeypatch):
     """`Graphs` on this machine. Call it with a model to serve its steps so."""
 
     @contextmanager
-    def capture(graph):
+    def capture(graph, pool=None):
         Again.recording = graph
         yield
         Again.recording = None
@@ -266,6 +266,7 @@ def graphs(monkeypatch):
                 Again.recording.note(step, given, out)
             return out
 
+        call.store, call.windows = step.store, step.windows
         return call
 
     def serve(model):
@@ -274,6 +275,7 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Again)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1), raising=False)
     return serve
 
 
@@ -326,6 +328,19 @@ def test_few_graphs_are_kept(graphs, monkeypatch):
             for _ in range(2):
                 model.compiled(table, torch.arange(64), model.store.rows(0, 1))
     assert [key[2] for key in model.compiled.graphs] == [4, 8], "the least used are dropped"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_graphs_that_were_waited_for_are_all_that_a_text_uses(name, graphs):
+    """None is captured while it is written, plainly or drafted, however long it grows; its text is the eager one."""
+    eager, model = (wrap(zoo.module(name), "target", "zoo", context=600) for _ in range(2))
+    graphs(model).compiled.wait()
+    held = list(model.compiled.graphs)
+    assert {key[2] for key in held} == set(graphed.WIDTHS) and {key[3] for key in held} == {256, 512, 665} == set(graphed.sizes(665))
+    asked = request(LOOP * 20, max_tokens=110)
+    seq = run(Engine(model, {"lookup": Lookup(floor=0.0)}, fixed(Plan((("lookup", 5, 1),))), 1), [asked])[0]
+    assert seq.generated == plain(eager, [asked])[0] and sorted(model.compiled.graphs) == sorted(held)
+    assert {r.tiers["target"] for r in seq.records} == {"compiled"} and model.compiled.reason == "eager:first-use"
 
 
 @pytest.mark.parametrize("how", ["raises", "differs"])

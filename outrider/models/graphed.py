@@ -1,14 +1,17 @@
 """CUDA graphs of a step: one launch in place of hundreds, at fixed addresses.
 
-Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use and the
-least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing
+Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use, or before
+the first text if that may wait, and the least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing
 else waits for the host. Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
 the eager step; a capture that fails leaves the model eager, with its reason.
 """
 
+import functools
+import itertools
 import logging
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +20,8 @@ from outrider.core.types import MAX_NODES
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
-READ = 256  # slots read are rounded up to this
-MOST = 64  # graphs kept
+READ = 256  # slots read are rounded up to this, its double, the double of that, ...
+MOST = 96  # graphs kept
 log = logging.getLogger("outrider")
 
 
@@ -31,6 +34,12 @@ class Graph:
     out: tuple[Tensor, Tensor]
 
 
+@functools.cache
+def sizes(capacity: int) -> list[int]:
+    """How many slots graphs read: doubles of READ up to a row's capacity, which is the last."""
+    return [READ << n for n in range(64) if READ << n < capacity] + [capacity]
+
+
 class Graphs:
     """The graphs of one model's steps."""
 
@@ -41,6 +50,7 @@ class Graphs:
         self.graphs: OrderedDict[tuple[int, ...], Graph] = OrderedDict()
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.numbers: Tensor | None = None
+        self.pool: Any = None  # of memory that all graphs share, since they run in turn
 
     def get(self, rows: int, width: int) -> "Graphs | None":
         """Itself, for widths that have a bucket, unless a capture failed."""
@@ -49,19 +59,28 @@ class Graphs:
     def settle(self) -> None:
         """Every shape is its own bucket already."""
 
+    @torch.inference_mode()
     def wait(self) -> None:
-        """Nothing is built elsewhere."""
+        """Captures all that a row which steps alone will use, the largest first."""
+        rows = self.step.store.rows(0, 1)
+        capacity, device = rows[0].shape[2], rows[0].device
+        none = torch.zeros(1, 0, 4 + len(self.step.windows), dtype=torch.int64, device=device)
+        for slots, full in itertools.product(sizes(capacity)[::-1], WIDTHS[::-1]):
+            key = (rows[0].data_ptr(), 1, full, slots)
+            self.seen[key] += 1
+            if self._capture(key, self._padded(none, full, capacity - 1), self._read(device, slots), rows) is None:
+                return
 
     @torch.inference_mode()  # else what a capture made may not be written to
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """table on the host or the device; outputs live until the next step of the same shape."""
         width = table.shape[1]
-        full, slots = next(w for w in WIDTHS if w >= width), min(-(-len(read) // READ) * READ, rows[0].shape[2])
+        full, slots = (next(n for n in buckets if n >= asked) for buckets, asked in ((WIDTHS, width), (sizes(rows[0].shape[2]), len(read))))
         key = (rows[0].data_ptr(), len(table), full, slots)
         padded = self._padded(table, full, rows[0].shape[2] - 1)
-        held = self.graphs.get(key) or self._capture(key, padded, self._read(read, slots), rows)
+        held = self.graphs.get(key) or self._capture(key, padded, self._read(read.device, slots), rows)
         if held is None:
-            logits, found = self.step(padded.to(rows[0].device), self._read(read, slots), rows)
+            logits, found = self.step(padded.to(rows[0].device), self._read(read.device, slots), rows)
         else:
             self.graphs.move_to_end(key)
             held.table.copy_(padded, non_blocking=True)
@@ -78,9 +97,9 @@ class Graphs:
         out[:, : table.shape[1]] = table
         return out
 
-    def _read(self, read: Tensor, slots: int) -> Tensor:
+    def _read(self, device: torch.device, slots: int) -> Tensor:
         if self.numbers is None or len(self.numbers) < slots:
-            self.numbers = torch.arange(max(slots, 4096), device=read.device)
+            self.numbers = torch.arange(max(slots, 4096), device=device)
         return self.numbers[:slots]
 
     def _capture(self, key: tuple[int, ...], table: Tensor, read: Tensor, rows: list[Tensor]) -> Graph | None:
@@ -91,8 +110,8 @@ class Graphs:
         try:
             static = table.to(rows[0].device, copy=True)
             want = self.step(static, read, rows)[0].clone()  # also warms up what allocates at first use
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            self.pool, graph = self.pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
                 out = self.step(static, read, rows)
             graph.replay()
             if not torch.allclose(out[0].float(), want.float(), atol=0.25 * float(want.float().std()), rtol=0.0):
