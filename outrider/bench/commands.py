@@ -26,6 +26,7 @@ def speed(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
     target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
     compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "speed", out: Out = Path("docs/results"),
+    contenders: Annotated[str | None, typer.Option(help="Some of them, by comma; default all.")] = None,
 ) -> None:  # fmt: skip
     """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
     from rich.console import Console
@@ -34,8 +35,9 @@ def speed(
     from outrider.bench.table import markdown
 
     how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
+    some = tuple(name.strip() for name in contenders.split(",")) if contenders else None
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
-        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, **how)
+        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, contenders=some, **how)
     peers.save(result, out, name)
     print(markdown(result))
 
