@@ -201,7 +201,7 @@ def test_a_package_runs_on_its_own_threads_and_gives_them_back(served):
 @pytest.mark.parametrize(("one", "two", "want"), [(1.0, 2.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 2)])
 def test_a_package_takes_the_fewer_threads_where_that_is_no_slower(served, monkeypatch, one, two, want):
     wide = served.compiled.packages["any"]
-    monkeypatch.setattr(package, "seconds_of", lambda call: {1: one, 2: two}[wide.threads])
+    monkeypatch.setattr(package, "seconds_of_each", lambda calls: [(call(), {1: one, 2: two}[wide.threads])[1] for call in calls])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert wide.place(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0])) == min(one, two)
     assert wide.threads == want
@@ -220,7 +220,7 @@ def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monke
     weighed, took = served.compiled, {"one": one, "any": any_}
     weighed.packages["one"].shares = shares
     name = {id(package): shape for shape, package in weighed.packages.items()}
-    monkeypatch.setattr(compiled, "seconds_of", lambda call, patience: took[name[id(call.func)]])
+    monkeypatch.setattr(compiled, "seconds_of_each", lambda calls: [took[name[id(call.func)]] for call in calls])
     weighed._weigh()
     weighed.get(1, 4)
     used = [name[id(weighed.get(1, 1))] for _ in range(40)]
@@ -262,6 +262,19 @@ def test_seconds_are_those_of_the_lower_quartile(monkeypatch):
     assert 0 <= package.seconds_of(lambda: calls.append(1)) < 1 and 3 <= len(calls) <= 50
     calls.clear()
     assert package.seconds_of(lambda: calls.append(1), patience=0.0) >= 0 and len(calls) == 3
+
+
+def test_what_is_compared_is_timed_in_turn(monkeypatch):
+    """A machine that is slow for a while is slow for all: the dearer one does not look cheaper for having been timed before or after that."""
+    monkeypatch.undo()
+    clock = [0.0]
+    monkeypatch.setattr(package.time, "perf_counter", lambda: clock[0])
+
+    def work(seconds: float) -> None:
+        clock[0] += seconds * (3.0 if clock[0] > 0.06 else 1.0)
+
+    dear, cheap = package.seconds_of_each([lambda: work(2e-3), lambda: work(1e-3)])
+    assert dear == pytest.approx(2 * cheap)
 
 
 def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypatch):
@@ -334,8 +347,8 @@ def test_a_package_that_is_slower_than_eager_steps_is_not_used(serve, monkeypatc
     """It must be faster at the step that it is for: refused one by one, and said."""
     times = iter([1.0, 3.0, 3.0, 1.0])  # the wide one 1 s and eager 3 s; the narrow one 3 s and eager 1 s
     served = serve(100)
-    for module in (compiled, package):
-        monkeypatch.setattr(module, "seconds_of", lambda call: next(times))
+    monkeypatch.setattr(package, "seconds_of_each", lambda calls: [next(times)] * len(calls))
+    monkeypatch.setattr(compiled, "seconds_of", lambda call: next(times))
     again = Compiled(served.compiled.recipe, served.step)
     assert set(again.packages) == {"any"} and again.reason == "eager:package-slower" and next(times, None) is None
     assert again.get(1, 1) is again.packages["any"] and again.bytes == again.packages["any"].bytes

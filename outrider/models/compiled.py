@@ -29,7 +29,7 @@ from torch import Tensor
 from outrider.core.config import cache_folder
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
-from outrider.models.package import Package, seconds_of
+from outrider.models.package import Package, seconds_of, seconds_of_each
 from outrider.models.step import Step
 
 VERSION = 7  # of what is built here: raise it when a package of before must not be used
@@ -170,9 +170,7 @@ class Compiled:
         """After how many single tokens in a row `one` serves them (`steady`): at once where both read the same weights, else when they make up for going over
         to its copy. On a machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for nothing does."""
         given = example(1, 1, len(self.step.windows), after=8), torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
-        taken = {
-            shape: min([seconds_of(functools.partial(package, *given), patience=0.03) for _ in range(2)]) for shape, package in self.packages.items()
-        }
+        taken = dict(zip(self.packages, seconds_of_each([functools.partial(package, *given) for package in self.packages.values()]), strict=True))
         gained = taken["any"] - taken["one"]
         if taken["one"] >= WORSE * taken["any"]:
             self.steady = math.inf

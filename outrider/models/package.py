@@ -4,11 +4,13 @@ Weights that lie beside the code and are in memory already (the model's own, ano
 model drive each other out of the caches at every change from one package to the other.
 """
 
+import functools
 import io
 import json
 import time
 import zipfile
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +58,32 @@ class Package:
     def place(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
         """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
         than they bring). Measured here; returns its seconds."""
-        most = torch.get_num_threads()
-        cost: dict[int, float] = {}
-        for self.threads in {1, most}:
-            cost[self.threads] = seconds_of(lambda: self(table, read, rows))
-        self.threads = 1 if cost[1] <= cost[most] else most
-        return cost[self.threads]
+        counts = sorted({1, torch.get_num_threads()})
+
+        def on(threads: int) -> None:
+            self.threads = threads
+            self(table, read, rows)
+
+        cost = seconds_of_each([functools.partial(on, n) for n in counts])
+        self.threads = counts[cost.index(min(cost))]
+        return min(cost)
 
 
 def seconds_of(call: Callable[[], object], patience: float = 0.06) -> float:
     """The lower quartile of 3 to 50 calls, as many as fit into `patience` seconds."""
-    times: list[float] = []
-    end = time.perf_counter() + patience
-    while len(times) < 3 or (len(times) < 50 and time.perf_counter() < end):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 4]
+    return seconds_of_each([call], patience)[0]
+
+
+def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06) -> list[float]:
+    """`seconds_of` several, made in turn: what else the machine does meanwhile meets all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + patience * len(calls)
+    while len(times[0]) < 3 or (len(times[0]) < 50 and time.perf_counter() < end):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return [sorted(taken)[len(taken) // 4] for taken in times]
 
 
 def _carried(file: Path) -> dict[str, Tensor]:
