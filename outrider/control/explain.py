@@ -3,7 +3,7 @@
 from typing import Any
 
 from outrider.control.controller import Adaptive
-from outrider.control.tables import LOOKED, MARGIN, UNSEEN, Tables
+from outrider.control.tables import LOOKED, MARGIN, Tables
 from outrider.measure.cost import Situation
 
 DEPTHS = (1, 2, 4, 8, 16)
@@ -29,7 +29,7 @@ def _situation(tables: Tables, at: Situation) -> dict[str, Any] | None:
         {"plan": "plain", "tokens": 1.0, "ms": 1e3 * page.plain, "cost": 1.0, "score": 1.0, "observed": int(seen.get(0, [0])[0])}
     ]
     for name in tables.bits:
-        first = sum(tables.next.share(f"{name} s {last}", UNSEEN) for last in range(4)) / 4
+        first = tables.ever(name)
         for depth in DEPTHS:
             gained = sum(first * page.after[name] ** k for k in range(depth))
             cost = page.drafting[name][depth] + page.verify[depth]

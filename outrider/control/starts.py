@@ -15,7 +15,7 @@ from outrider.measure.cost import DEEPEST, FAR
 RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
-RESERVE = 4.0  # plain steps of credit that starting a dear drafter must leave for others
+RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
 LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
@@ -45,7 +45,7 @@ class Starts:
 
     def _pays(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, wait: float) -> bool:
         """Is a drafter that costs something, `wait` plain steps to begin with, worth starting, beside what is drafted?"""
-        alone = [self.tables.alone(step.page, name)[row.history & 3] for row in step.rows]
+        alone = [self.tables.alone(step.page, name)[row.last(name)] for row in step.rows]
         gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
         cost = max([promise.cost for promise in alone])
         best = (1 + gained) / cost
@@ -53,7 +53,7 @@ class Starts:
             return _later(step, name)
         if step.number < self.due[name]:
             if best * step.plain < 1 + RISK:
-                return _later(step, name)
+                return _unpaid(step, name)
             if draft.token and best < step.best(draft)[1]:
                 return False
         if self._too_much(step, name, wait, max([promise.levels for promise in alone])):
@@ -64,7 +64,7 @@ class Starts:
         if best * self._tilt(name, draft) >= have * (1 + RISK) and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
             self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
         elif not self._try_anyway(step, name, wait):
-            return not draft.token and _later(step, name)
+            return not draft.token and _unpaid(step, name)
         if wait > LONG_READ:
             for row in step.rows:
                 row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
@@ -136,6 +136,13 @@ class Starts:
         self.rate += FRESH_RATE * (self._rate([seq], plain) - self.rate)
         for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
+
+
+def _unpaid(step: Step, name: str) -> bool:
+    """No, for what it showed in these texts, which says less and less of them."""
+    for row in step.rows:
+        row.refuse(name)
+    return _later(step, name)
 
 
 def _later(step: Step, name: str) -> bool:

@@ -21,6 +21,7 @@ LESSONS = 3  # graded nodes a step that are learned from, standing for all of th
 SURE = 0.98  # acceptance of guesses that could hardly be better
 ALIKE = LEVELS + 1  # depth from which on nodes of one score are as likely as each other: no verdict that predictors tell apart was before the draft
 LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
+AGO = 4  # in place of the last two verdicts, where they were long ago
 BATCH = 8  # steps that are learned from together
 LOOKED = 8  # depths weighed before a drafter starts
 CHANCES = [n / 20 for n in range(2, 20)]  # of first tokens, as drafters give them: from which on is it worth asking?
@@ -145,9 +146,9 @@ class Tables:
         return page
 
     def alone(self, page: Page, name: str) -> list[Promise]:
-        """By the last two verdicts, what starting a drafter promises; kept for the life of a page."""
+        """By the last two verdicts, and where they were long AGO, what starting a drafter promises; kept for the life of a page."""
         if name not in page.alone:
-            page.alone[name] = [self._alone(page, name, self.first(name, last)) for last in range(4)]
+            page.alone[name] = [self._alone(page, name, first) for first in (*(self.first(name, last) for last in range(4)), self.ever(name))]
         return page.alone[name]
 
     def measured(self, name: str, at: Situation) -> bool:
@@ -211,6 +212,11 @@ class Tables:
     def first(self, name: str, history: int) -> float:
         """That a drafter's first guess, not yet made, is accepted after such verdicts."""
         return self.next.share(f"{name} s {history & 3}", UNSEEN)
+
+    def ever(self, name: str) -> float:
+        """The same whatever the verdicts before."""
+        cells = [cell for last in range(4) if (cell := self.next.cells.get(f"{name} s {last}"))]
+        return (sum([n * share for n, share in cells]) + 2 * UNSEEN) / (sum([n for n, _ in cells]) + 2)
 
     def take_in(self, lessons: list[Lesson]) -> None:
         """Learn from steps, oldest first."""
