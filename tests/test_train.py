@@ -182,3 +182,27 @@ def test_models_in_training_need_no_mask():
     windowed = zoo.module("mistral")
     before = windowed.config._attn_implementation
     assert pretrain.whole(windowed).config._attn_implementation == before
+
+
+def test_texts_of_many_rows_are_those_of_one(tmp_path):
+    """Prompts of several lengths are padded on the left, and what follows the end of a text is cut."""
+    target = zoo.module("llama").float()
+    asked = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1], [8, 3, 5, 7]]
+    together = collect.continued(target, asked, 12, 0.0)
+    assert together == [collect.continued(target, [a], 12, 0.0)[0] for a in asked]
+    with torch.inference_mode():
+        text = list(asked[1])
+        for _ in together[1]:
+            text.append(int(target(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
+    assert text == asked[1] + together[1] and together[0] != together[1]
+    end = together[0][5]
+    target.generation_config.eos_token_id = [end]
+    assert collect.continued(target, asked, 12, 0.0)[0] == together[0][: together[0].index(end) + 1]
+
+
+def test_texts_beyond_the_targets_context_are_refused(tmp_path):
+    target = tmp_path / "theirs"
+    adopt.adopt(tiny_folder(target), tmp_path / "work")
+    section = {**RECIPE["collect"], "length": 300}
+    with pytest.raises(OutriderError, match="more than the model's 256"):
+        collect.collect({**RECIPE, "collect": section}, tmp_path / "work", "cpu", print)

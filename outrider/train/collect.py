@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from outrider.bench.peers import drawing, silent
-from outrider.models.load import load_module
+from outrider.models.load import context_of, load_config, load_module
 from outrider.train.corpus import ID, Marks, Streams
 
 LONGEST = 256  # tokens of a chat prompt
@@ -37,14 +37,17 @@ def prompts(streams: Streams, length: int, marks: Marks) -> Iterator[list[int]]:
 
 
 def collect(recipe: dict[str, Any], work: Path, device: str, progress: Callable[[str], None], piece: float = math.inf) -> None:
-    """Append the target's texts to work/corpus/own.train.ids until the recipe's minutes are spent, `piece` of them now."""
+    """Append the target's texts to work/corpus/own.train.ids until the recipe's minutes are spent, `piece` of them now. OutriderError for texts
+    that would be longer than the target's context."""
     section = recipe["collect"]
     file, seconds = work / "corpus/own.train.ids", section["minutes"] * 60
     meter = work / "collect.seconds"
     spent = float(meter.read_text()) if meter.exists() else 0.0
     seed = recipe["seed"] + (file.stat().st_size if file.exists() else 0)
     weights = {n: d["weight"] for n, d in recipe["corpus"].items()}
-    source = prompts(Streams(work / "corpus", weights, "train", seed), section["prompt"], Marks.of(work / "corpus"))
+    marks = Marks.of(work / "corpus")
+    context_of(load_config(work / "target"), (LONGEST if marks.assistant else section["prompt"]) + section["length"])
+    source = prompts(Streams(work / "corpus", weights, "train", seed), section["prompt"], marks)
     target, temperatures = load_module(work / "target", "bfloat16").to(device).eval(), itertools.cycle(section["temperatures"])
     torch.manual_seed(seed)
     count, stop = 0, spent + piece * 60
