@@ -31,7 +31,7 @@ bench: $(VENV)/ready
 	$(BIN)/outrider bench schedule --rounds 2
 	$(BIN)/outrider bench guarantee
 
-# The reference target inside a shape of 157 M parameters, whose weights come from memory (about twenty minutes).
+# The reference target four times as wide (0.37 B parameters, 0.7 GB), the same text at the cost of a larger model (an hour or so).
 bench-wide: $(VENV)/ready
 	test -f .train/reference-wide4/tokenizer.json || $(BIN)/outrider bench widen .train/reference-wide4
 	$(BIN)/outrider bench speed --target .train/reference-wide4 --name speed-wide4
