@@ -20,6 +20,7 @@ test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
 
 test-gpu: $(VENV)/ready
+	$(PIP) install -q "nvidia-ml-py"
 	$(BIN)/python -m pytest -m gpu
 
 # Rewrites docs/results on this machine (about twenty minutes; tables of docs/performance.md and docs/scheduling.md).

@@ -343,6 +343,17 @@ def test_graphs_that_were_waited_for_are_all_that_a_text_uses(name, graphs):
     assert {r.tiers["target"] for r in seq.records} == {"compiled"} and model.compiled.reason == "eager:first-use"
 
 
+def test_numbers_that_graphs_read_stay_where_they_are(graphs):
+    """A graph holds an address: what it read must not be freed when a longer text comes."""
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=5000))
+    table = torch.zeros(1, 1, 5, dtype=torch.int64)
+    table[..., 3] = 1
+    model.compiled(table, torch.arange(64), model.store.rows(0, 1))
+    first = model.compiled.numbers
+    model.compiled(table, torch.arange(5000), model.store.rows(0, 1))
+    assert model.compiled.numbers is first and len(first) == model.store.capacity
+
+
 @pytest.mark.parametrize("how", ["raises", "differs"])
 def test_a_capture_that_fails_leaves_the_model_eager(how, graphs, monkeypatch):
     def spoil(self):

@@ -63,12 +63,12 @@ class Graphs:
     def wait(self) -> None:
         """Captures all that a row which steps alone will use, the largest first."""
         rows = self.step.store.rows(0, 1)
-        capacity, device = rows[0].shape[2], rows[0].device
-        none = torch.zeros(1, 0, 4 + len(self.step.windows), dtype=torch.int64, device=device)
+        capacity = rows[0].shape[2]
+        none = torch.zeros(1, 0, 4 + len(self.step.windows), dtype=torch.int64, device=rows[0].device)
         for slots, full in itertools.product(sizes(capacity)[::-1], WIDTHS[::-1]):
             key = (rows[0].data_ptr(), 1, full, slots)
             self.seen[key] += 1
-            if self._capture(key, self._padded(none, full, capacity - 1), self._read(device, slots), rows) is None:
+            if self._capture(key, self._padded(none, full, capacity - 1), self._read(rows, slots), rows) is None:
                 return
 
     @torch.inference_mode()  # else what a capture made may not be written to
@@ -78,9 +78,9 @@ class Graphs:
         full, slots = (next(n for n in buckets if n >= asked) for buckets, asked in ((WIDTHS, width), (sizes(rows[0].shape[2]), len(read))))
         key = (rows[0].data_ptr(), len(table), full, slots)
         padded = self._padded(table, full, rows[0].shape[2] - 1)
-        held = self.graphs.get(key) or self._capture(key, padded, self._read(read.device, slots), rows)
+        held = self.graphs.get(key) or self._capture(key, padded, self._read(rows, slots), rows)
         if held is None:
-            logits, found = self.step(padded.to(rows[0].device), self._read(read.device, slots), rows)
+            logits, found = self.step(padded.to(rows[0].device), self._read(rows, slots), rows)
         else:
             self.graphs.move_to_end(key)
             held.table.copy_(padded, non_blocking=True)
@@ -97,9 +97,10 @@ class Graphs:
         out[:, : table.shape[1]] = table
         return out
 
-    def _read(self, device: torch.device, slots: int) -> Tensor:
-        if self.numbers is None or len(self.numbers) < slots:
-            self.numbers = torch.arange(max(slots, 4096), device=device)
+    def _read(self, rows: list[Tensor], slots: int) -> Tensor:
+        """The first slots' numbers, of one tensor for good: graphs read where it lies."""
+        if self.numbers is None:
+            self.numbers = torch.arange(rows[0].shape[2], device=rows[0].device)
         return self.numbers[:slots]
 
     def _capture(self, key: tuple[int, ...], table: Tensor, read: Tensor, rows: list[Tensor]) -> Graph | None:
