@@ -194,6 +194,7 @@ def _teach(operator: Any, rows: Any) -> None:
                 raise TypeError("attend has no loop that what follows it could join")  # the builder then takes torch's attention
             query, key, value, mask = self.input_nodes
             product = rows(f"{kernel.kernel_name}_product", torch.bfloat16, torch.bfloat16, torch.float, torch.float, GemmBlocking(8, BLOCK, 2))
+            product.ahead = 0  # tiles are near
             text: str = self._template_from_string(SOURCE).render(
                 template=self, kernel=kernel, name=kernel.kernel_name, product=product, query=query, key=key, value=value, mask=mask,
                 out=template_buffer_node or self.output_node, scale=float(self.scale), dims=int(query.get_size()[-1]), block=BLOCK,

@@ -15,6 +15,8 @@ BLOCK = 32  # columns of a packed block where vectors have 16 numbers: two sums 
 NARROW = 16  # the same where they have eight, and half as many registers: for six rows
 DEEP = 16  # inputs that a block is said to take in at once, where they divide: where there is one for each thread, Inductor takes the largest that divides the sizes
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
+AHEAD, BUSY = 1 << 15, 5  # bytes of weights that are asked for before they are needed, and rows from which on: fewer wait for memory alone, which then runs ahead by itself
+LINE = 64  # bytes that memory gives at once
 
 SOURCE = r"""
 template <int ROWS, bool accum>
@@ -28,8 +30,16 @@ inline void {{kernel_name}}_rows(
     _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
             sum[r][c] = accum ? V::loadu(C + r * ldc + SIZE * c) : V(0.f);
+{%- macro ask(bytes) %}
+{%- if ahead %}
+        if constexpr (ROWS >= {{busy}})
+            _Pragma("GCC unroll 4") for (int at = 0; at < {{bytes}}; at += {{line}})
+                _mm_prefetch((const char*)(B + k * ldb) + {{ahead}} + at, _MM_HINT_T1);
+{%- endif %}
+{%- endmacro %}
 {%- if pairs %}
     for (int64_t k = 0; k < K; k += 2) {
+        {{- ask(4 * block)}}
         __m512bh b[COLUMNS];
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
             b[c] = (__m512bh)_mm512_loadu_si512((const void*)(B + k * ldb + 32 * c));
@@ -43,6 +53,7 @@ inline void {{kernel_name}}_rows(
     }
 {%- else %}
     for (int64_t k = 0; k < K; ++k) {
+        {{- ask(4 * block)}}
         V b[COLUMNS];
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = V::loadu(B + k * ldb + SIZE * c);
         _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
@@ -87,6 +98,8 @@ def few_rows(dtype: torch.dtype) -> Any:
             return k % config.register_blocking.block_k == 0 and n % block == 0 and alpha == 1
 
         class FewRows(cpp_micro_gemm.CppMicroGemm):
+            ahead = AHEAD
+
             def codegen_define(self, kernel: Any) -> str:
                 size = 16 if wide else 8
                 columns = self.register_blocking.block_n
@@ -96,6 +109,9 @@ def few_rows(dtype: torch.dtype) -> Any:
                     "pairs": pairs,
                     "block": columns,
                     "most": SUMS[size] * size // columns,
+                    "ahead": self.ahead,
+                    "busy": BUSY,
+                    "line": LINE,
                     **self.get_common_options(),
                 }
                 text: str = inductor.KernelTemplate._template_from_string(SOURCE).render(names)
