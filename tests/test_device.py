@@ -29,6 +29,8 @@ from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
 from outrider.measure.cost import Costs
 from outrider.models import graphed
+from outrider.models.compiled import example
+from outrider.models.joined import joined
 from outrider.models.load import wrap
 from outrider.runtime.engine import Engine
 
@@ -276,6 +278,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Again)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1), raising=False)
+    monkeypatch.setattr(graphed, "joined", lambda step, rows: step)
     return serve
 
 
@@ -336,11 +339,67 @@ def test_graphs_that_were_waited_for_are_all_that_a_text_uses(name, graphs):
     eager, model = (wrap(zoo.module(name), "target", "zoo", context=600) for _ in range(2))
     graphs(model).compiled.wait()
     held = list(model.compiled.graphs)
-    assert {key[2] for key in held} == set(graphed.WIDTHS) and {key[3] for key in held} == {256, 512, 665} == set(graphed.sizes(665))
+    assert {key[2] for key in held} == set(graphed.WIDTHS) and {key[3] for key in held} == {256, 512, 664} == set(graphed.sizes(665))
     asked = request(LOOP * 20, max_tokens=110)
     seq = run(Engine(model, {"lookup": Lookup(floor=0.0)}, fixed(Plan((("lookup", 5, 1),))), 1), [asked])[0]
     assert seq.generated == plain(eager, [asked])[0] and sorted(model.compiled.graphs) == sorted(held)
     assert {r.tiers["target"] for r in seq.records} == {"compiled"} and model.compiled.reason == "eager:first-use"
+
+
+@pytest.mark.parametrize("how", ["joined", "strict", "not exported", "no code", "differs"])
+def test_graphs_are_of_joined_kernels_where_these_serve(how, graphs, monkeypatch, caplog):
+    """Where they do not, of the step's own, and the user is told once."""
+    made, calls = [], []
+
+    def joined(step, rows):
+        made.append(step)
+        if how == "not exported":
+            raise ValueError("a graph break")
+
+        def run(table, read, rows):
+            calls.append(table.shape[1])
+            if how == "no code":
+                raise NotImplementedError("no Triton")
+            logits, found = step(table, read, rows)
+            return logits * (-1 if how == "differs" else 1), found
+
+        return run
+
+    monkeypatch.setattr(graphed, "joined", joined)
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=300))
+    model.compiled.wait(strict=how == "strict")
+    assert len(model.compiled.graphs) == len(graphed.WIDTHS) * len(graphed.sizes(365)) and len(made) == (how != "strict")
+    assert len(calls) == {"joined": 2 * len(model.compiled.graphs), "no code": 1, "differs": 1}.get(how, 0)
+    assert (model.compiled.joined is not None) == (how == "joined")
+    assert caplog.text.count("could not be joined") == (how not in ("joined", "strict"))
+    asked = request(LOOP, max_tokens=30)
+    seq = run(Engine(model, {}, fixed(Plan()), 1), [asked])[0]
+    assert seq.generated == plain(wrap(zoo.module("llama"), "target", "zoo", context=300), [asked])[0]
+    assert {r.tiers["target"] for r in seq.records} == {"compiled"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_joined_kernels_give_what_the_step_gives(name):
+    """By Inductor for this machine, at every width and number of slots that graphs have."""
+    model = wrap(zoo.module(name), "target", "zoo", context=600)
+    rows = [torch.randn_like(x) for x in model.store.rows(0, 1)]
+    with torch.inference_mode():
+        run = joined(model.step, rows)
+        for slots, width in itertools.product(graphed.sizes(model.store.capacity), graphed.WIDTHS):
+            table = example(1, width, len(model.step.windows), after=slots - width - 1)
+            table[..., 0] %= zoo.VOCAB
+            torch.testing.assert_close(run(table, torch.arange(slots), rows), model.step(table, torch.arange(slots), rows), rtol=0, atol=1e-4)
+
+
+def test_rows_together_have_graphs_of_the_steps_own_kernels(graphs):
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=200, rows=2))
+    model.compiled.joined = pytest.fail
+    table = torch.zeros(2, 1, 5, dtype=torch.int64)
+    table[..., 3] = 1
+    for _ in range(2):
+        model.compiled(table, torch.arange(64), model.store.rows(0, 2))
+    assert len(model.compiled.graphs) == 1
 
 
 def test_numbers_that_graphs_read_stay_where_they_are(graphs):

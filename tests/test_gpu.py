@@ -1,5 +1,6 @@
 """What only a CUDA device can show: the same contracts there, and noise that is the same on both devices."""
 
+import functools
 from collections import Counter
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_noise_is_a_function_of_its_address_on_both_devices():
 DEVICE = "cuda"
 
 
+@functools.cache  # joining kernels takes a minute
 def served(**settings):
     drafters = ["lookup", f"model:{reference.draft()}"]
     return outrider.load(reference.target(), drafters=drafters, device=DEVICE, compile="wait", rows=1, context=1024, **settings)
@@ -86,6 +88,7 @@ def test_graphs_write_what_eager_steps_write():
     assert texts(rt, speculation="off") == want and texts(rt) == want
     target = rt.engine.target
     assert target.compiled.graphs and target.compiled.reason == "eager:first-use", target.compiled.reason
+    assert target.compiled.joined is not None, "its kernels stand apart"
     assert target.meter.tier == "compiled"
 
 
@@ -99,7 +102,7 @@ def test_strict_text_is_the_same_with_and_without_drafts(sampling):
 
 @pytest.mark.parametrize("speculation, most", [("off", 1), (["lookup"], 1), (["model"], 2)], ids=["plain", "lookup", "model"])
 def test_a_step_waits_for_the_device_seldom(speculation, most):
-    rt = served(depth=4)
+    rt = served(dtype="float32", depth=4)
     prompt = prompts.load("summarise_copy")[0]
     write(rt, prompt, speculation=speculation)  # captures
     with waits(torch.device(DEVICE)) as found:

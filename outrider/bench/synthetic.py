@@ -108,7 +108,9 @@ def build(shape: Shape, context: int, dtype: str, device: torch.device, compile:
     _fill(module)
     if not compile or device.type != "cpu":
         model = models.wrap(module, "synthetic", "", rows=1, context=context, plan=plan)
-        model.compiled = Graphs(model.step) if compile else None
+        if compile:
+            model.compiled = Graphs(model.step)
+            model.compiled.wait()
         return model
     with tempfile.TemporaryDirectory() as folder:
         return _compiled(module, plan, context, Path(folder))

@@ -211,8 +211,8 @@ class Compiled:
         self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
         self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
 
-    def wait(self) -> None:
-        """Come back when both packages are there, or it is clear that they will not be."""
+    def wait(self, strict: bool = False) -> None:
+        """Come back when both packages are there, or it is clear that they will not be. `strict` is the same here: `settle` chooses among them."""
         end = time.monotonic() + WAIT
         self.look()
         self._start()

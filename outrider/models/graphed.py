@@ -2,7 +2,7 @@
 
 Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use, or before
 the first text if that may wait, and the least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing
-else waits for the host. Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
+else waits for the host. Who waits for them gets graphs of few large kernels (`joined`). Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
 the eager step; a capture that fails leaves the model eager, with its reason.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import MAX_NODES
+from outrider.models.joined import Form, joined
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
@@ -36,8 +37,8 @@ class Graph:
 
 @functools.cache
 def sizes(capacity: int) -> list[int]:
-    """How many slots graphs read: doubles of READ up to a row's capacity, which is the last."""
-    return [READ << n for n in range(64) if READ << n < capacity] + [capacity]
+    """How many slots graphs read: doubles of READ, and at last all but the one that padding writes to."""
+    return [READ << n for n in range(64) if READ << n < capacity - 1] + [capacity - 1]
 
 
 class Graphs:
@@ -51,6 +52,7 @@ class Graphs:
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.numbers: Tensor | None = None
         self.pool: Any = None  # of memory that all graphs share, since they run in turn
+        self.joined: Form | None = None
 
     def get(self, rows: int, width: int) -> "Graphs | None":
         """Itself, for widths that have a bucket, unless a capture failed."""
@@ -60,9 +62,13 @@ class Graphs:
         """Every shape is its own bucket already."""
 
     @torch.inference_mode()
-    def wait(self) -> None:
-        """Captures all that a row which steps alone will use, the largest first."""
+    def wait(self, strict: bool = False) -> None:
+        """Captures all that a row which steps alone will use, the largest first. `strict`: of the step's own kernels."""
         rows = self.step.store.rows(0, 1)
+        try:
+            self.joined = None if strict else joined(self.step, rows)
+        except Exception as failed:  # export and Inductor have many kinds
+            self._apart(failed)
         capacity = rows[0].shape[2]
         none = torch.zeros(1, 0, 4 + len(self.step.windows), dtype=torch.int64, device=rows[0].device)
         for slots, full in itertools.product(sizes(capacity)[::-1], WIDTHS[::-1]):
@@ -111,11 +117,12 @@ class Graphs:
         try:
             static = table.to(rows[0].device, copy=True)
             want = self.step(static, read, rows)[0].clone()  # also warms up what allocates at first use
+            run = self._agreed(static, read, rows, want)
             self.pool, graph = self.pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                out = self.step(static, read, rows)
+                out = run(static, read, rows)
             graph.replay()
-            if not torch.allclose(out[0].float(), want.float(), atol=0.25 * float(want.float().std()), rtol=0.0):
+            if not _alike(out[0], want):
                 raise RuntimeError("the graph's logits differ from the eager step's")
         except RuntimeError as failed:
             self.reason = "eager:capture-failed"
@@ -125,3 +132,23 @@ class Graphs:
         if len(self.graphs) > MOST:
             self.graphs.popitem(last=False)
         return self.graphs[key]
+
+    def _agreed(self, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Form:
+        """What is captured: joined kernels, if they serve this shape and agree with what the eager step gives."""
+        if self.joined is not None and len(table) == 1:
+            try:
+                if _alike(self.joined(table, read, rows)[0], want):
+                    return self.joined
+                self._apart("their logits differ from the eager step's")
+            except Exception as failed:  # Inductor's and Triton's have many kinds
+                self._apart(failed)
+        return self.step
+
+    def _apart(self, why: object) -> None:
+        """From now on graphs are of the step's own kernels."""
+        self.joined = None
+        log.warning("the kernels of a step could not be joined, and its CUDA graphs are slower for it: %s", (str(why) or repr(why)).split("\n")[0])
+
+
+def _alike(got: Tensor, want: Tensor) -> bool:
+    return torch.allclose(got.float(), want.float(), atol=0.25 * float(want.float().std()), rtol=0.0)

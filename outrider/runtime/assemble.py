@@ -84,7 +84,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     if s.program is not None:
         made["source"] = of_file(Path(s.program), parts)
     if s.compile == "wait":
-        _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))])
+        _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))], s.strict)
     if s.strict:
         model.pin()
     sizes: dict[str, Any] = {**held, "rss": psutil.Process().memory_info().rss}
@@ -153,11 +153,11 @@ def _assumed(part: Drafter, target_bytes: int) -> float:
     return 0.1 + part.model.spec.weight_bytes / target_bytes
 
 
-def _wait(made: list[Any]) -> None:
-    """Until their compiled steps are there; those of different models are built side by side."""
-    for model in made:
+def _wait(made: list[Any], strict: bool) -> None:
+    """Until their compiled steps are there; those of different models are built side by side. The first is the target, which is `strict` or not."""
+    for i, model in enumerate(made):
         if getattr(model, "compiled", None) is not None:
-            model.compiled.wait()
+            model.compiled.wait(strict=strict and i == 0)
 
 
 def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:

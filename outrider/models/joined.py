@@ -1,0 +1,69 @@
+"""A step of few large kernels in place of several hundred small ones: exported, and compiled by Inductor for the GPU that it lies on.
+
+What CUDA graphs are captured of (`graphed`), for rows that step alone. Two forms, as packages have: of one column, whose products are sums that
+read weights at the memory's rate, and of any number of columns. Attention is two products: the few queries of one row would keep few of the processors busy
+in torch's fused kernels (8,192 slots doubled the step of an 8B shape). Its sums hang on how many slots are read, so strict steps are not made of these.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from outrider.core.types import MAX_NODES
+from outrider.models.compiled import example
+from outrider.models.step import ATTENTION, Step, grouped_attention
+
+ANY = 8  # columns of the example of any number
+TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}  # how the form of one column is made
+CODES = 64  # that Inductor may make of a form: sizes that divide well get code of their own
+
+Form = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]
+
+
+def joined(step: Step, rows: list[Tensor]) -> Form:
+    """Called as the step is, with one row. Code is made at first calls, which takes seconds to a minute.
+
+    Raises whatever torch.export or Inductor raise, now or then.
+    """
+    forms = {one: torch.compile(_exported(step, 1 if one else ANY, rows), dynamic=True, options=TUNED if one else None) for one in (True, False)}
+
+    def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        with torch._dynamo.config.patch(recompile_limit=CODES, fail_on_recompile_limit_hit=True):
+            out: tuple[Tensor, Tensor] = forms[table.shape[1] == 1](table, read, rows)
+        return out
+
+    return run
+
+
+def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
+    """The step as a graph in which columns (but for one) and slots are symbols."""
+    slots, device = rows[0].shape[2], rows[0].device
+    inputs = example(1, width, len(step.windows)).to(device), torch.arange(min(128, slots), device=device), rows
+    dim = torch.export.Dim
+    shapes: Any = ({} if width == 1 else {1: dim("w", min=2, max=MAX_NODES)}, {0: dim("c", min=2, max=slots - 1)}, [{}] * len(rows))
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, two_products)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
+    made: nn.Module = program.module(check_guards=False)
+    return made
+
+
+def two_products(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As `step.grouped_attention`, with scores [b, kv, share, w, c] in float32."""
+    if attention_mask is None:
+        return grouped_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    (b, h, w, d), kv = query.shape, key.shape[1]
+    folded = query.clone(memory_format=torch.contiguous_format).view(b, kv, h // kv * w, d)
+    scores = torch.matmul(folded, key.transpose(2, 3)).float() * (d**-0.5 if scaling is None else scaling)
+    scores = scores.view(b, kv, h // kv, w, -1) + attention_mask[:, :, None].float()
+    out = torch.matmul(scores.softmax(-1).to(value.dtype).view(b, kv, h // kv * w, -1), value)
+    return out.view(b, h, w, -1).transpose(1, 2).contiguous(), None
