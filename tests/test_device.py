@@ -29,6 +29,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
 from outrider.measure.cost import Costs
 from outrider.models import graphed
+from outrider.models import joined as joining
 from outrider.models.compiled import example
 from outrider.models.joined import joined
 from outrider.models.load import wrap
@@ -268,7 +269,7 @@ def graphs(monkeypatch):
                 Again.recording.note(step, given, out)
             return out
 
-        call.store, call.windows = step.store, step.windows
+        call.store, call.windows, call.parameters = step.store, step.windows, step.parameters
         return call
 
     def serve(model):
@@ -346,7 +347,7 @@ def test_graphs_that_were_waited_for_are_all_that_a_text_uses(name, graphs):
     assert {r.tiers["target"] for r in seq.records} == {"compiled"} and model.compiled.reason == "eager:first-use"
 
 
-@pytest.mark.parametrize("how", ["joined", "strict", "not exported", "no code", "differs"])
+@pytest.mark.parametrize("how", ["joined", "strict", "large", "not exported", "no code", "differs"])
 def test_graphs_are_of_joined_kernels_where_these_serve(how, graphs, monkeypatch, caplog):
     """Where they do not, of the step's own, and the user is told once."""
     made, calls = [], []
@@ -367,11 +368,13 @@ def test_graphs_are_of_joined_kernels_where_these_serve(how, graphs, monkeypatch
 
     monkeypatch.setattr(graphed, "joined", joined)
     model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=300))
+    if how == "large":
+        monkeypatch.setattr(joining, "LARGE", sum(p.nbytes for p in model.module.parameters()) - 1)
     model.compiled.wait(strict=how == "strict")
-    assert len(model.compiled.graphs) == len(graphed.WIDTHS) * len(graphed.sizes(365)) and len(made) == (how != "strict")
+    assert len(model.compiled.graphs) == len(graphed.WIDTHS) * len(graphed.sizes(365)) and len(made) == (how not in ("strict", "large"))
     assert len(calls) == {"joined": 2 * len(model.compiled.graphs), "no code": 1, "differs": 1}.get(how, 0)
     assert (model.compiled.joined is not None) == (how == "joined")
-    assert caplog.text.count("could not be joined") == (how not in ("joined", "strict"))
+    assert caplog.text.count("could not be joined") == (how not in ("joined", "strict", "large"))
     asked = request(LOOP, max_tokens=30)
     seq = run(Engine(model, {}, fixed(Plan()), 1), [asked])[0]
     assert seq.generated == plain(wrap(zoo.module("llama"), "target", "zoo", context=300), [asked])[0]

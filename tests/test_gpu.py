@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -66,6 +67,14 @@ def served(**settings):
     return outrider.load(reference.target(), drafters=drafters, device=DEVICE, compile="wait", rows=1, context=1024, **settings)
 
 
+@contextmanager
+def planned(rt, *plan):
+    """The same plan at every step, as long as this lasts."""
+    before, rt.engine.controller = rt.engine.controller, fixed(Plan(plan))
+    yield
+    rt.engine.controller = before
+
+
 def write(rt, prompt: prompts.Prompt, **asked):
     """The sequence of one text, and how many steps it took."""
     seq = rt.engine.submit(rt.request(prompt.encode(rt.tokenizer), **{"max_tokens": 48, **asked}))
@@ -84,8 +93,9 @@ def test_graphs_write_what_eager_steps_write():
     """Float32: near-ties are too rare to show in these texts."""
     eager = outrider.load(reference.target(), drafters=[], device=DEVICE, dtype="float32", compile="off", rows=1, context=1024)
     want = texts(eager)
-    rt = served(dtype="float32", depth=4)
-    assert texts(rt, speculation="off") == want and texts(rt) == want
+    rt = served(dtype="float32")
+    with planned(rt, ("lookup", 4, 1), ("model", 4, 1)):
+        assert texts(rt, speculation="off") == want and texts(rt) == want
     target = rt.engine.target
     assert target.compiled.graphs and target.compiled.reason == "eager:first-use", target.compiled.reason
     assert target.compiled.joined is not None, "its kernels stand apart"
@@ -100,13 +110,13 @@ def test_strict_text_is_the_same_with_and_without_drafts(sampling):
     assert rt.engine.target.compiled.graphs
 
 
-@pytest.mark.parametrize("speculation, most", [("off", 1), (["lookup"], 1), (["model"], 2)], ids=["plain", "lookup", "model"])
-def test_a_step_waits_for_the_device_seldom(speculation, most):
-    rt = served(dtype="float32", depth=4)
-    prompt = prompts.load("summarise_copy")[0]
-    write(rt, prompt, speculation=speculation)  # captures
-    with waits(torch.device(DEVICE)) as found:
-        _, steps = write(rt, prompt, speculation=speculation)
+@pytest.mark.parametrize("plan, most", [((), 1), ((("lookup", 4, 1),), 1), ((("model", 4, 1),), 2)], ids=["plain", "lookup", "model"])
+def test_a_step_waits_for_the_device_seldom(plan, most):
+    rt, prompt = served(dtype="float32"), prompts.load("summarise_copy")[0]
+    with planned(rt, *plan):
+        write(rt, prompt)
+        with waits(torch.device(DEVICE)) as found:
+            _, steps = write(rt, prompt)
     assert 0 < len(found) <= most * steps + 2, Counter(found)
 
 

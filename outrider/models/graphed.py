@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import MAX_NODES
-from outrider.models.joined import Form, joined
+from outrider.models.joined import Form, joined, worth_joining
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
@@ -66,7 +66,7 @@ class Graphs:
         """Captures all that a row which steps alone will use, the largest first. `strict`: of the step's own kernels."""
         rows = self.step.store.rows(0, 1)
         try:
-            self.joined = None if strict else joined(self.step, rows)
+            self.joined = joined(self.step, rows) if worth_joining(self.step) and not strict else None
         except Exception as failed:  # export and Inductor have many kinds
             self._apart(failed)
         capacity = rows[0].shape[2]

@@ -5,6 +5,7 @@ read weights at the memory's rate, and of any number of columns. Attention is tw
 in torch's fused kernels (8,192 slots doubled the step of an 8B shape). Its sums hang on how many slots are read, so strict steps are not made of these.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from outrider.models.step import ATTENTION, Step, grouped_attention
 ANY = 8  # columns of the example of any number
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}  # how the form of one column is made
 CODES = 64  # that Inductor may make of a form: sizes that divide well get code of their own
+LARGE = (
+    4 << 30
+)  # bytes of weights beyond which kernels are not joined: they wait for memory, not for one another, and code for many layers takes minutes
 
 Form = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 
@@ -31,11 +35,17 @@ def joined(step: Step, rows: list[Tensor]) -> Form:
     forms = {one: torch.compile(_exported(step, 1 if one else ANY, rows), dynamic=True, options=TUNED if one else None) for one in (True, False)}
 
     def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        with torch._dynamo.config.patch(recompile_limit=CODES, fail_on_recompile_limit_hit=True):
+        with torch._dynamo.config.patch(recompile_limit=CODES, fail_on_recompile_limit_hit=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what Inductor would advise its own developers
             out: tuple[Tensor, Tensor] = forms[table.shape[1] == 1](table, read, rows)
         return out
 
     return run
+
+
+def worth_joining(step: Step) -> bool:
+    """Do its kernels wait for one another more than for memory?"""
+    return sum([weight.nbytes for weight in step.parameters()]) <= LARGE
 
 
 def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
