@@ -12,7 +12,7 @@ from outrider.core import tree
 from outrider.core.types import Draft, Sequence, StepRecord
 from outrider.measure.cost import DEEPEST, FAR
 
-RISK = 0.10  # what a plan must promise more, to start a drafter that costs something
+RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
