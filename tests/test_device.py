@@ -28,11 +28,10 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
 from outrider.measure.cost import Costs
-from outrider.models import graphed
-from outrider.models import joined as joining
+from outrider.models import graphed, joined
 from outrider.models.compiled import example
-from outrider.models.joined import joined
 from outrider.models.load import wrap
+from outrider.models.step import grouped_attention
 from outrider.runtime.engine import Engine
 
 CUDA = torch.device("cuda", 0)
@@ -269,7 +268,7 @@ def graphs(monkeypatch):
                 Again.recording.note(step, given, out)
             return out
 
-        call.store, call.windows, call.parameters = step.store, step.windows, step.parameters
+        call.store, call.windows, call.vocab, call.parameters = step.store, step.windows, step.vocab, step.parameters
         return call
 
     def serve(model):
@@ -279,7 +278,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Again)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1), raising=False)
-    monkeypatch.setattr(graphed, "joined", lambda step, rows: step)
+    monkeypatch.setattr(graphed, "join", lambda step, rows: step)
     return serve
 
 
@@ -347,62 +346,117 @@ def test_graphs_that_were_waited_for_are_all_that_a_text_uses(name, graphs):
     assert {r.tiers["target"] for r in seq.records} == {"compiled"} and model.compiled.reason == "eager:first-use"
 
 
-@pytest.mark.parametrize("how", ["joined", "strict", "large", "not exported", "no code", "differs"])
+class Joins:
+    """Plays joined kernels, of a step, that serve or fail in some way. `made`: how often; `widths`: of the tables they were called with."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.made, self.widths = how, 0, []
+
+    def __call__(self, step, rows):
+        self.made += 1
+        if self.how == "not exported":
+            raise ValueError("a graph break")
+        self.step = step
+        return self.run
+
+    def run(self, table, read, rows):
+        self.widths.append(table.shape[1])
+        if self.how == "no code" or (self.how == "not captured" and Again.recording is not None):
+            raise NotImplementedError("no Triton")
+        if self.how == "sees all":
+            table = table.clone()
+            table[..., 3] = len(read)
+        return self.step(table, read, rows)
+
+
+@pytest.mark.parametrize("how", ["serves", "strict", "large", "deep", "not exported", "no code", "not captured", "sees all"])
 def test_graphs_are_of_joined_kernels_where_these_serve(how, graphs, monkeypatch, caplog):
     """Where they do not, of the step's own, and the user is told once."""
-    made, calls = [], []
-
-    def joined(step, rows):
-        made.append(step)
-        if how == "not exported":
-            raise ValueError("a graph break")
-
-        def run(table, read, rows):
-            calls.append(table.shape[1])
-            if how == "no code":
-                raise NotImplementedError("no Triton")
-            logits, found = step(table, read, rows)
-            return logits * (-1 if how == "differs" else 1), found
-
-        return run
-
-    monkeypatch.setattr(graphed, "joined", joined)
+    monkeypatch.setattr(graphed, "join", joins := Joins(how))
     model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=300))
-    if how == "large":
-        monkeypatch.setattr(joining, "LARGE", sum(p.nbytes for p in model.module.parameters()) - 1)
+    if how in ("large", "deep"):
+        most = sum(p.nbytes for p in model.module.parameters()) if how == "large" else model.spec.layers
+        monkeypatch.setattr(joined, how.upper(), most - 1)
     model.compiled.wait(strict=how == "strict")
-    assert len(model.compiled.graphs) == len(graphed.WIDTHS) * len(graphed.sizes(365)) and len(made) == (how not in ("strict", "large"))
-    assert len(calls) == {"joined": 2 * len(model.compiled.graphs), "no code": 1, "differs": 1}.get(how, 0)
-    assert (model.compiled.joined is not None) == (how == "joined")
-    assert caplog.text.count("could not be joined") == (how not in ("joined", "strict", "large"))
-    asked = request(LOOP, max_tokens=30)
-    seq = run(Engine(model, {}, fixed(Plan()), 1), [asked])[0]
-    assert seq.generated == plain(wrap(zoo.module("llama"), "target", "zoo", context=300), [asked])[0]
+    held, asked = len(model.compiled.graphs), how not in ("strict", "large", "deep")
+    assert held == len(graphed.WIDTHS) * len(graphed.sizes(365)) and joins.made == asked
+    assert len(joins.widths) == {"serves": 2 * held, "no code": 1, "not captured": 2, "sees all": 2}.get(how, 0)
+    assert all((graph.run == joins.run) == (how == "serves") for graph in model.compiled.graphs.values())
+    assert caplog.text.count("could not be joined") == (asked and how != "serves")
+    told = request(LOOP, max_tokens=30)
+    seq = run(Engine(model, {}, fixed(Plan()), 1), [told])[0]
+    assert seq.generated == plain(wrap(zoo.module("llama"), "target", "zoo", context=300), [told])[0]
     assert {r.tiers["target"] for r in seq.records} == {"compiled"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_joined_kernels_give_what_the_step_gives(name):
-    """By Inductor for this machine, at every width and number of slots that graphs have."""
-    model = wrap(zoo.module(name), "target", "zoo", context=600)
+def test_waiting_again_changes_nothing(graphs, monkeypatch):
+    """Neither graphs nor what a row holds; and who becomes strict later has no joined kernels."""
+    monkeypatch.setattr(graphed, "join", joins := Joins("serves"))
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=300))
+    model.compiled.wait()
+    assert all(float(x.abs().max()) == 0.0 for x in model.store.rows(0, 1)), "a row begins empty"
+    sequence_of(model)
+    held, text = dict(model.compiled.graphs), [x.clone() for x in model.store.rows(0, 1)]
+    model.compiled.wait()
+    assert joins.made == 1 and model.compiled.graphs == held
+    assert all(map(torch.equal, text, model.store.rows(0, 1)))
+    model.pin()
+    assert not model.compiled.graphs and model.compiled.joined is None
+
+
+def test_a_trial_shows_what_is_seen():
+    """Columns see text, and of one another what stands before them; else wrong masks would pass."""
+    model = wrap(zoo.module("llama").requires_grad_(False), "target", "zoo", context=300)
     rows = [torch.randn_like(x) for x in model.store.rows(0, 1)]
+    table = graphed.trial(model.step, model.store.capacity, 8)
+    chain = table.clone()
+    chain[..., 3], chain[..., 4:] = chain[..., 2] + 1, 0
+    less, lone = chain.clone(), table.clone()
+    less[..., 3], lone[:, 1:, 4:] = 1, 0
+    want, same, *others = (model.step(x, torch.arange(300), rows)[0] for x in (table, chain, less, lone))
+    torch.testing.assert_close(same, want)
+    assert all(float((x - want).abs().max()) > 0.25 * float(want.std()) for x in others)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2), (torch.float32, 1e-5)], ids=["float16", "bfloat16", "float32"]
+)
+def test_attention_of_two_products_is_attention(dtype, most):
+    """Of heads that share keys; and where float16 would not hold a product of keys and queries, it is a number."""
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, n, 64, generator=made).to(dtype) for heads, n in ((6, 5), (2, 90), (2, 90)))
+    hidden = torch.arange(90) >= torch.arange(60, 65)[:, None]
+    mask = torch.zeros(1, 1, 5, 90, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    got, want = (attend(None, query, key, value, mask)[0] for attend in (joined.two_products, grouped_attention))
+    torch.testing.assert_close(got, want, rtol=0, atol=most)
+    assert bool(joined.two_products(None, 100 * query, 100 * key, value, mask)[0].isfinite().all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_joined_kernels_give_what_the_step_gives(name, dtype):
+    """By Inductor for this machine, at every width and number of slots that graphs have; chains of nodes, and of a text."""
+    model = wrap(zoo.module(name).to(getattr(torch, dtype)), "target", "zoo", context=600)
+    rows, most = [torch.randn_like(x) for x in model.store.rows(0, 1)], 1e-5 if dtype == "float32" else 0.05
     with torch.inference_mode():
-        run = joined(model.step, rows)
+        made = joined.join(model.step, rows)
         for slots, width in itertools.product(graphed.sizes(model.store.capacity), graphed.WIDTHS):
-            table = example(1, width, len(model.step.windows), after=slots - width - 1)
-            table[..., 0] %= zoo.VOCAB
-            torch.testing.assert_close(run(table, torch.arange(slots), rows), model.step(table, torch.arange(slots), rows), rtol=0, atol=1e-4)
+            text = example(1, width, len(model.step.windows), after=slots - width - 1)
+            text[..., 0] %= zoo.VOCAB
+            for table in (text, graphed.trial(model.step, model.store.capacity, width)):
+                want, got = (run(table, torch.arange(slots), rows)[0].float() for run in (model.step, made))
+                assert float((got - want).square().mean().sqrt()) <= most * float(want.std())
 
 
 def test_rows_together_have_graphs_of_the_steps_own_kernels(graphs):
-    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=200, rows=2))
-    model.compiled.joined = pytest.fail
+    model, joins = graphs(wrap(zoo.module("llama"), "target", "zoo", context=200, rows=2)), Joins("serves")
+    model.compiled.joined = joins(model.compiled.step, [])
     table = torch.zeros(2, 1, 5, dtype=torch.int64)
     table[..., 3] = 1
     for _ in range(2):
         model.compiled(table, torch.arange(64), model.store.rows(0, 2))
-    assert len(model.compiled.graphs) == 1
+    assert len(model.compiled.graphs) == 1 and not joins.widths
 
 
 def test_numbers_that_graphs_read_stay_where_they_are(graphs):

@@ -71,8 +71,10 @@ def served(**settings):
 def planned(rt, *plan):
     """The same plan at every step, as long as this lasts."""
     before, rt.engine.controller = rt.engine.controller, fixed(Plan(plan))
-    yield
-    rt.engine.controller = before
+    try:
+        yield
+    finally:
+        rt.engine.controller = before
 
 
 def write(rt, prompt: prompts.Prompt, **asked):

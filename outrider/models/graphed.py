@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import MAX_NODES
-from outrider.models.joined import Form, joined, worth_joining
+from outrider.models.compiled import example
+from outrider.models.joined import Form, join, worth_joining
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
@@ -28,11 +29,12 @@ log = logging.getLogger("outrider")
 
 @dataclass(slots=True)
 class Graph:
-    """A captured step: write `table`, replay, read `out`."""
+    """A captured step: write `table`, replay, read `out`. `run`: what was captured, which lives as long."""
 
     graph: "torch.cuda.CUDAGraph"
     table: Tensor
     out: tuple[Tensor, Tensor]
+    run: Form
 
 
 @functools.cache
@@ -59,23 +61,33 @@ class Graphs:
         return self if width <= MAX_NODES and self.reason == "eager:first-use" else None
 
     def settle(self) -> None:
-        """Every shape is its own bucket already."""
+        """Every shape is its own bucket already; but sums of joined kernels hang on how many slots are read."""
+        if self.joined is not None:
+            self.joined = None
+            self.graphs.clear()
 
     @torch.inference_mode()
     def wait(self, strict: bool = False) -> None:
-        """Captures all that a row which steps alone will use, the largest first. `strict`: of the step's own kernels."""
+        """Captures all that the first row will use when it steps alone, the largest first. `strict`: of the step's own kernels."""
         rows = self.step.store.rows(0, 1)
+        if worth_joining(self.step) and not strict and not self.graphs:
+            try:
+                self.joined = join(self.step, rows)
+            except Exception as failed:  # export and Inductor have many kinds
+                self._apart(failed)
+        capacity, seen = rows[0].shape[2], [x[:, :, :READ] for x in rows]
+        before = [x.clone() for x in seen]
+        for x in seen:
+            x.normal_()  # something to attend to
         try:
-            self.joined = joined(self.step, rows) if worth_joining(self.step) and not strict else None
-        except Exception as failed:  # export and Inductor have many kinds
-            self._apart(failed)
-        capacity = rows[0].shape[2]
-        none = torch.zeros(1, 0, 4 + len(self.step.windows), dtype=torch.int64, device=rows[0].device)
-        for slots, full in itertools.product(sizes(capacity)[::-1], WIDTHS[::-1]):
-            key = (rows[0].data_ptr(), 1, full, slots)
-            self.seen[key] += 1
-            if self._capture(key, self._padded(none, full, capacity - 1), self._read(rows, slots), rows) is None:
-                return
+            for slots, width in itertools.product(sizes(capacity)[::-1], WIDTHS[::-1]):
+                key = (rows[0].data_ptr(), 1, width, slots)
+                self.seen[key] += 1
+                if key not in self.graphs and self._capture(key, trial(self.step, capacity, width), self._read(rows, slots), rows) is None:
+                    return
+        finally:
+            for x, old in zip(seen, before, strict=True):
+                x.copy_(old)
 
     @torch.inference_mode()  # else what a capture made may not be written to
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -117,38 +129,48 @@ class Graphs:
         try:
             static = table.to(rows[0].device, copy=True)
             want = self.step(static, read, rows)[0].clone()  # also warms up what allocates at first use
-            run = self._agreed(static, read, rows, want)
-            self.pool, graph = self.pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                out = run(static, read, rows)
-            graph.replay()
-            if not _alike(out[0], want):
-                raise RuntimeError("the graph's logits differ from the eager step's")
+            made = self._joined_graph(self.joined, static, read, rows, want) if self.joined is not None and len(table) == 1 else None
+            made = made or self._graph(self.step, static, read, rows, want)
         except RuntimeError as failed:
             self.reason = "eager:capture-failed"
             log.warning("no CUDA graph could be made of a step, which stays eager: %s", str(failed).split("\n")[0])
             return None
-        self.graphs[key] = Graph(graph, static, out)
+        self.graphs[key] = made
         if len(self.graphs) > MOST:
             self.graphs.popitem(last=False)
-        return self.graphs[key]
+        return made
 
-    def _agreed(self, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Form:
-        """What is captured: joined kernels, if they serve this shape and agree with what the eager step gives."""
-        if self.joined is not None and len(table) == 1:
-            try:
-                if _alike(self.joined(table, read, rows)[0], want):
-                    return self.joined
-                self._apart("their logits differ from the eager step's")
-            except Exception as failed:  # Inductor's and Triton's have many kinds
-                self._apart(failed)
-        return self.step
+    def _graph(self, run: Form, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Graph:
+        """What `run` does at these addresses. Raises RuntimeError where it cannot be captured, or gives other logits than `want`."""
+        self.pool, graph = self.pool or torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = run(table, read, rows)
+        graph.replay()
+        if not torch.allclose(out[0].float(), want.float(), atol=0.25 * float(want.float().std()), rtol=0.0):
+            raise RuntimeError("the graph's logits differ from the eager step's")
+        return Graph(graph, table, out, run)
 
-    def _apart(self, why: object) -> None:
+    def _joined_graph(self, run: Form, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Graph | None:
+        """The same of joined kernels; None, and none from now on, where these do not serve."""
+        try:
+            run(table, read, rows)  # code is made outside of the capture
+            return self._graph(run, table, read, rows, want)
+        except Exception as failed:  # Inductor's and Triton's have many kinds
+            self._apart(failed)
+            return None
+
+    def _apart(self, why: Exception) -> None:
         """From now on graphs are of the step's own kernels."""
         self.joined = None
         log.warning("the kernels of a step could not be joined, and its CUDA graphs are slower for it: %s", (str(why) or repr(why)).split("\n")[0])
 
 
-def _alike(got: Tensor, want: Tensor) -> bool:
-    return torch.allclose(got.float(), want.float(), atol=0.25 * float(want.float().std()), rtol=0.0)
+def trial(step: Step, capacity: int, width: int) -> Tensor:
+    """A table of a chain of `width` nodes behind the text of a row of so many slots, within the first READ: by it graphs are compared with eager steps."""
+    context = capacity - MAX_NODES - 1
+    table = example(1, width, len(step.windows), after=min(READ, capacity - 1) - width)
+    table[..., 0] %= step.vocab
+    table[..., 1].clamp_(max=context - 1)
+    table[:, 1:, 3] = table[0, 0, 2]
+    table[:, 1:, 4:] = torch.tensor([(2 << k) - 1 if k < 63 else -1 for k in range(1, width)], dtype=torch.int64)[:, None]
+    return table

@@ -1,8 +1,8 @@
 """A step of few large kernels in place of several hundred small ones: exported, and compiled by Inductor for the GPU that it lies on.
 
 What CUDA graphs are captured of (`graphed`), for rows that step alone. Two forms, as packages have: of one column, whose products are sums that
-read weights at the memory's rate, and of any number of columns. Attention is two products: the few queries of one row would keep few of the processors busy
-in torch's fused kernels (8,192 slots doubled the step of an 8B shape). Its sums hang on how many slots are read, so strict steps are not made of these.
+read weights at the memory's rate, and of any number of columns. Attention is two products: the few queries of one row keep few of the processors busy
+in torch's fused kernels (eight columns over 2,048 slots: 0.54 ms a step in place of 0.67). Its sums hang on how many slots are read, so strict steps are not made of these.
 """
 
 import warnings
@@ -20,14 +20,14 @@ from outrider.models.step import ATTENTION, Step, grouped_attention
 ANY = 8  # columns of the example of any number
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}  # how the form of one column is made
 CODES = 64  # that Inductor may make of a form: sizes that divide well get code of their own
-LARGE = (
-    4 << 30
-)  # bytes of weights beyond which kernels are not joined: they wait for memory, not for one another, and code for many layers takes minutes
+# Bytes of weights and layers beyond which kernels are not joined: large ones wait for memory more than for one another, and the time that
+# making takes goes with the layers (eight: one to two minutes; 32 were not done in three).
+LARGE, DEEP = 4 << 30, 24
 
 Form = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 
 
-def joined(step: Step, rows: list[Tensor]) -> Form:
+def join(step: Step, rows: list[Tensor]) -> Form:
     """Called as the step is, with one row. Code is made at first calls, which takes seconds to a minute.
 
     Raises whatever torch.export or Inductor raise, now or then.
@@ -44,14 +44,14 @@ def joined(step: Step, rows: list[Tensor]) -> Form:
 
 
 def worth_joining(step: Step) -> bool:
-    """Do its kernels wait for one another more than for memory?"""
-    return sum([weight.nbytes for weight in step.parameters()]) <= LARGE
+    """Do its kernels wait for one another more than for memory, and are they made in bearable time?"""
+    return sum([weight.nbytes for weight in step.parameters()]) <= LARGE and len(step.store.layers) <= DEEP
 
 
 def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
-    """The step as a graph in which columns (but for one) and slots are symbols."""
+    """The step as a graph in which columns (but for one) and slots are symbols. Its attention is the process's for that time: one export after the other."""
     slots, device = rows[0].shape[2], rows[0].device
-    inputs = example(1, width, len(step.windows)).to(device), torch.arange(min(128, slots), device=device), rows
+    inputs = example(1, width, len(step.windows)).to(device), torch.arange(min(128, slots - 1), device=device), rows
     dim = torch.export.Dim
     shapes: Any = ({} if width == 1 else {1: dim("w", min=2, max=MAX_NODES)}, {0: dim("c", min=2, max=slots - 1)}, [{}] * len(rows))
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, two_products)
@@ -68,12 +68,12 @@ def two_products(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """As `step.grouped_attention`, with scores [b, kv, share, w, c] in float32."""
+    """As `step.grouped_attention`, with softmax over [b, kv, share, w, c] in float32 (or wider)."""
     if attention_mask is None:
         return grouped_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    (b, h, w, d), kv = query.shape, key.shape[1]
-    folded = query.clone(memory_format=torch.contiguous_format).view(b, kv, h // kv * w, d)
-    scores = torch.matmul(folded, key.transpose(2, 3)).float() * (d**-0.5 if scaling is None else scaling)
-    scores = scores.view(b, kv, h // kv, w, -1) + attention_mask[:, :, None].float()
+    (b, h, w, d), kv, wide = query.shape, key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    small = query * (d**-0.5 if scaling is None else scaling)  # before the product, which float16 would not hold
+    scores = torch.matmul(small.reshape(b, kv, h // kv * w, d), key.transpose(2, 3)).to(wide)
+    scores = scores.view(b, kv, h // kv, w, -1) + attention_mask[:, :, None].to(wide)
     out = torch.matmul(scores.softmax(-1).to(value.dtype).view(b, kv, h // kv * w, -1), value)
     return out.view(b, h, w, -1).transpose(1, 2).contiguous(), None
