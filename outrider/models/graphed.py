@@ -70,7 +70,9 @@ class Graphs:
     def wait(self, strict: bool = False) -> None:
         """Captures all that the first row will use when it steps alone, the largest first. `strict`: of the step's own kernels."""
         rows = self.step.store.rows(0, 1)
-        if worth_joining(self.step) and not strict and not self.graphs:
+        if not worth_joining(self.step):
+            log.info("a step of so many weights or layers keeps its own kernels: joining them would take long and bring little")
+        elif not strict and not self.graphs:
             try:
                 self.joined = join(self.step, rows)
             except Exception as failed:  # export and Inductor have many kinds

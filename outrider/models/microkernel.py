@@ -15,10 +15,8 @@ BLOCK = 32  # columns of a packed block where vectors have 16 numbers: two sums 
 NARROW = 16  # the same where they have eight, and half as many registers: for six rows
 DEEP = 16  # inputs that a block is said to take in at once, where they divide: where there is one for each thread, Inductor takes the largest that divides the sizes
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
-AHEAD, BUSY = (
-    1 << 15,
-    5,
-)  # bytes of weights that are asked for before they are needed, and rows from which on: fewer wait for memory alone, which then runs ahead by itself
+AHEAD = 1 << 15  # bytes of weights that are asked for before they are needed
+BUSY = 5  # rows from which on: fewer wait for memory alone, which then runs ahead by itself
 LINE = 64  # bytes that memory gives at once
 
 SOURCE = r"""
