@@ -244,7 +244,7 @@ class _Replaying(Engine):
         if self.settings is None or self.settings.seqs != seqs:
             made = super()._settings(seqs)
             self.settings, self.rule = replace(made, greedy=np.ones(len(seqs), bool), raw=True), "greedy"
-            self.facts = self.facts._replace(raw=True)
+            self.facts = self.facts[0]._replace(raw=True), self.facts[1]._replace(raw=True)
         return self.settings
 
 

@@ -20,14 +20,15 @@ class Clock:
 
     read: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=dict)
+    start: float = 0.0
     last: float = 0.0
 
     def __post_init__(self) -> None:
-        self.last = self.read()
+        self.start = self.last = self.read()
 
     def mark(self, stage: str) -> None:
-        now = self.read()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
+        now, seconds = self.read(), self.seconds
+        seconds[stage] = seconds.get(stage, 0.0) + now - self.last
         self.last = now
 
 

@@ -71,18 +71,16 @@ class Settings:
     greedy: np.ndarray
     coupled: np.ndarray
     bare: bool  # nothing is added, penalised or held back
-    raw: bool  # so, and all greedy
+    all_greedy: bool
+    raw: bool  # bare, and all greedy
 
     @classmethod
     def of(cls, seqs: list[Sequence]) -> "Settings":
         params = [s.request.sampling for s in seqs]
         greedy = np.array([p.temperature == 0 for p in params], bool)
         bare = not any(p.logit_bias or p.min_tokens or needs_history(p) for p in params)
-        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool), bare, bare and bool(greedy.all()))
-
-    @property
-    def all_greedy(self) -> bool:
-        return bool(self.greedy.all())
+        cold = bool(greedy.all())
+        return cls(seqs, params, greedy, np.array([s.request.rule == "coupled" for s in seqs], bool), bare, cold, bare and cold)
 
     def column(self, name: str, rows: Ints, like: Tensor) -> Tensor:
         """One setting for each of `rows`, as a column [n, 1]."""

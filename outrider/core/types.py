@@ -103,7 +103,7 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """A ragged forest for a batch of `rows` rows; no nodes is legal and common.
 
@@ -132,7 +132,7 @@ class Draft:
         return [self.token[n] for n in path]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scores:
     """Logits of the asked places. `computed` [..., V] may hold others too: `at` are the asked ones' places in it, None:
     all, in order. `found` [..., 3], as long, is what the model's own step says of each: the best token (largest logit,
@@ -151,7 +151,7 @@ class Scores:
         return flat if self.at is None else flat[self.at]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What a step decided. paths[r]: accepted nodes of row r, root to leaf; bonus[r]: the token after them, None when
     an end token or a limit cut the row; discarded[r]: tokens that were decided and then cut."""
@@ -207,7 +207,7 @@ class ModelSpec:
     can: Can = Can()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """A measurement that says what it covers. An unknown joule is None."""
 
@@ -217,7 +217,7 @@ class Reading:
     covers: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
     """Written once per step; everything that learns or reports reads this.
 

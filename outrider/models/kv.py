@@ -41,21 +41,22 @@ class Row:
 Column = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Block:
     """One forward over rows first .. first + b - 1, which reads `read` slots of each.
 
     table [b, w, 4 + kinds of windows], per column: token, position, slot, upto, sees. It sees every slot below upto
     (within its layer's window), and slot upto + k if bit k of sees is set: a step's scratch is no more than 64 slots.
-    Padding columns write to the last slot, which nothing reads.
+    Padding columns write to the last slot, which nothing reads. `kept`: the row's next forward of this width writes into the same table.
     """
 
     first: int
     table: Ints
     read: int
+    kept: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layout:
     """The forwards of one `score`, and where each asked place is among their places laid one after the other, padding
     included; None: these are the asked ones, in order."""
@@ -85,6 +86,7 @@ class Rows:
         self.reuse, self.blind = True, (0,) * len(windows)
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
+        self.tables: dict[tuple[int, int], Ints] = {}  # of single rows, by row and width
 
     def of(self, seq: Sequence) -> Row:
         row: Row = seq.slots[self.name]
@@ -192,8 +194,9 @@ class Rows:
             first = [] if row.base >= 0 else self._columns(seqs, draft, ~draft.row[place])[1]
             missing = [n for n in tree.ancestors(draft, place)[:-1] if n not in row.scratch] if draft.parent[place] not in row.scratch else []
             return row, [*first, *[self._node_column(row, draft, n) for n in [*missing, place]]]
-        row, tail = self.of(seqs[~place]), self.tail(seqs[~place])
+        row = self.of(seqs[~place])
         start = len(row.text)
+        tail = seqs[~place].tokens[start:]
         row.base, row.scratch, row.resumed = start + len(tail), row.scratch if row.resumed else {}, False
         return row, [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
@@ -214,12 +217,21 @@ class Rows:
         return sum(1 << order.index(n) for n in tree.ancestors(draft, node)[-window:])
 
     def _block(self, held: list[Row], lines: list[list[Column]]) -> Block:
-        width = max(map(len, lines))
-        top = max(row.base + len(row.scratch) for row in held)
-        if len(lines) > 1:
-            padding: Column = (0, 0, self.capacity - 1, 1, *self.blind)
-            lines = [line + [padding] * (width - len(line)) for line in lines]
+        if len(lines) == 1:
+            return self._line(held[0], lines)
+        width, top = max(map(len, lines)), max([row.base + len(row.scratch) for row in held])
+        padding: Column = (0, 0, self.capacity - 1, 1, *self.blind)
+        lines = [line + [padding] * (width - len(line)) for line in lines]
         return Block(held[0].index, np.array(lines), _bucket(top, self.capacity))
+
+    def _line(self, row: Row, lines: list[list[Column]]) -> Block:
+        """`_block` of one row, in a table that is kept: what touches least memory takes least time."""
+        at = row.index, len(lines[0])
+        if (table := self.tables.get(at)) is None:
+            table = self.tables[at] = np.array(lines)
+        else:
+            table[...] = lines
+        return Block(row.index, table, _bucket(row.base + len(row.scratch), self.capacity), kept=True)
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
         """Nodes of this step's scratch that are called otherwise now. One whose name is taken is no node any more, but keeps its slot."""

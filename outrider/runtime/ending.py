@@ -8,6 +8,8 @@ def cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome, 
 
     Cache, history, noise position and records all see only what is left.
     """
+    if len(seqs) == 1 and _goes_on(seqs[0], draft, outcome):  # nearly every step
+        return outcome, [None]
     paths, bonuses, discarded, reasons = [], [], [], []
     for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
         assert bonus is not None
@@ -18,6 +20,14 @@ def cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome, 
         bonuses.append(bonus if keep == len(new) else None)
         discarded.append(len(new) - keep)
     return Outcome(paths, bonuses, discarded), reasons
+
+
+def _goes_on(seq: Sequence, draft: Draft, outcome: Outcome) -> bool:
+    """Is it plain to see that nothing ends here?"""
+    request, path, bonus = seq.request, outcome.paths[0], outcome.bonus[0]
+    if request.cut is not None or bonus in request.ends or len(seq.tokens) + len(path) + 1 >= len(request.prompt) + request.sampling.max_tokens:
+        return False
+    return not path or request.ends.isdisjoint(draft.text(path))
 
 
 def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:

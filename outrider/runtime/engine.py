@@ -40,7 +40,7 @@ class Engine:
         self.equip(drafters, stages, **jit)
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
-        self.rule, self.facts = "greedy", Facts(one=True, free=True, told=False, raw=True)
+        self.rule, self.facts = "greedy", _facts(one=True, free=True, raw=True)
         self.heard: list[Drafter] = []  # drafters that may guess for one of the batch
         self.off = False  # there are drafters, and the whole batch wants none: nothing is decided, learned or kept
         self.ring: deque[StepRecord] = deque(maxlen=RING)
@@ -112,7 +112,7 @@ class Engine:
             plan, reason = Plan(), "off:request"
         noise = SILENCE if settings.all_greedy else _noise(seqs)
         clock.mark("choose")
-        step = self.jit.get(self.rule, plan, self.facts._replace(told=not getattr(self.controller, "asks", True)))
+        step = self.jit.get(self.rule, plan, self.facts[getattr(self.controller, "asks", True)])
         clock.mark("jit")
         self.target.prefill(seqs)
         clock.mark("prefill")
@@ -133,7 +133,7 @@ class Engine:
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
             self.rule = drawn[0] if drawn else "greedy"
             free = all(s.request.drafters is None and s.request.limits == NO_LIMITS for s in seqs)
-            self.facts = Facts(one=len(seqs) == 1, free=free, told=False, raw=made.raw)
+            self.facts = _facts(one=len(seqs) == 1, free=free, raw=made.raw)
             self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
             self.off = bool(self.drafters) and not self.heard
         return self.settings
@@ -162,23 +162,23 @@ class Engine:
         return "+".join(self.marked(source))
 
     def _record(self, seqs: list[Sequence], plan: Plan, done: Done, outcome: Outcome, emitted: list[list[int]], clock: Clock, tier: str) -> None:
-        full, draft = done.full, done.draft
+        full, draft, none = done.full, done.draft, (0,) * len(seqs)
         right = [(name, draft.depth[n]) for path in outcome.paths for n in path for name in self.marked(draft.source[n])]
         record = StepRecord(
             plan=plan,
             requests=tuple([s.request.id for s in seqs]),
             context=tuple([len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)]),
-            drafted=tuple([draft.row.count(r) for r in range(len(seqs))]),
+            drafted=tuple([draft.row.count(r) for r in range(len(seqs))]) if draft.token else none,
             accepted=tuple(map(len, outcome.paths)),
             emitted=tuple(map(len, emitted)),
             discarded=tuple(outcome.discarded),
-            accepted_by={each: right.count(each) for each in right},
+            accepted_by={each: right.count(each) for each in right} if right else {},
             seconds=clock.seconds,
-            reading=Reading(sum(clock.seconds.values()), None, "none", "wall clock of the step"),
+            reading=Reading(clock.last - clock.start, None, "none", "wall clock of the step"),
             reason=done.reason,
             forward={name: meter.take() for name, meter in self.meters.items()},
             tiers={"step": tier, **{name: meter.tier for name, meter in self.meters.items()}},
-            trimmed=tuple([full.row.count(r) - draft.row.count(r) for r in range(len(seqs))]),
+            trimmed=none if draft is full else tuple([full.row.count(r) - draft.row.count(r) for r in range(len(seqs))]),
             levels=done.levels,
             draft=full if full.q is None else replace(full, q=None),
             kept=tuple(done.kept),
@@ -189,6 +189,11 @@ class Engine:
             seq.records.append(record)
         if not self.off:
             self.controller.learn(seqs, record)
+
+
+def _facts(*, one: bool, free: bool, raw: bool) -> tuple[Facts, Facts]:
+    """For a controller that only tells plans, and for one that is asked."""
+    return Facts(one, free, told=True, raw=raw), Facts(one, free, told=False, raw=raw)
 
 
 def _noise(seqs: list[Sequence]) -> RowNoise:
