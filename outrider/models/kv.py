@@ -7,8 +7,10 @@ step of the whole batch reads the cache without a gather; rows given back keep t
 Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -86,7 +88,7 @@ class Rows:
         self.reuse, self.blind = True, (0,) * len(windows)
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
-        self.tables: dict[tuple[int, int], Ints] = {}  # of single rows, by row and width
+        self.tables: dict[tuple[int, int], tuple[Ints, memoryview]] = {}  # of single rows, by row and width; and their numbers
 
     def of(self, seq: Sequence) -> Row:
         row: Row = seq.slots[self.name]
@@ -154,7 +156,7 @@ class Rows:
                 row.resumed = row.base >= 0
         if len(places) == 1:  # the most frequent: a plain step, one more token of a chain
             row, columns = self._columns(seqs, draft, places[0])
-            return Layout([self._block([row], [columns])], None if len(columns) == 1 else [len(columns) - 1])
+            return Layout([self._line(row, columns)], None if len(columns) == 1 else [len(columns) - 1])
         if tree.straight(draft) and places == [-1, *range(len(places) - 1)] and not resume:
             return self._straight(seqs[0], draft, len(places) - 1)
         lines: dict[int, list[Column]] = {}
@@ -184,7 +186,7 @@ class Rows:
             row.scratch = {n: (2 << n) - 1 for n in range(count)}
             kinds = len(self.windows)
             columns += [(draft.token[n], base + n, base + n, base, *[_signed(sees)] * kinds) for n, sees in row.scratch.items()]
-        return Layout([self._block([row], [columns])], list(range(start, start + count + 1)) if start else None)
+        return Layout([self._line(row, columns)], list(range(start, start + count + 1)) if start else None)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
         """The row of a place and what scoring it computes: for a root the tokens not cached yet, for a node itself, after what of
@@ -218,19 +220,20 @@ class Rows:
 
     def _block(self, held: list[Row], lines: list[list[Column]]) -> Block:
         if len(lines) == 1:
-            return self._line(held[0], lines)
+            return self._line(held[0], lines[0])
         width, top = max(map(len, lines)), max([row.base + len(row.scratch) for row in held])
         padding: Column = (0, 0, self.capacity - 1, 1, *self.blind)
         lines = [line + [padding] * (width - len(line)) for line in lines]
         return Block(held[0].index, np.array(lines), _bucket(top, self.capacity))
 
-    def _line(self, row: Row, lines: list[list[Column]]) -> Block:
+    def _line(self, row: Row, columns: list[Column]) -> Block:
         """`_block` of one row, in a table that is kept: what touches least memory takes least time."""
-        at = row.index, len(lines[0])
-        if (table := self.tables.get(at)) is None:
-            table = self.tables[at] = np.array(lines)
-        else:
-            table[...] = lines
+        at = row.index, len(columns)
+        if at not in self.tables:
+            made = np.empty((1, len(columns), len(columns[0])), np.int64)
+            self.tables[at] = made, memoryview(made).cast("B").cast("q")
+        table, numbers = self.tables[at]
+        numbers[:] = array("q", columns[0] if len(columns) == 1 else chain.from_iterable(columns))
         return Block(row.index, table, _bucket(row.base + len(row.scratch), self.capacity), kept=True)
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
