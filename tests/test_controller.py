@@ -185,14 +185,16 @@ def test_drift_is_followed_down_and_up() -> None:
         assert mean(drafted_from(records, 550 + time, 1000)) > 3
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
-def test_a_drafter_that_costs_much_comes_back_after_it_was_off(seed: int) -> None:
+def test_a_drafter_that_costs_much_comes_back_after_it_was_off() -> None:
     """And again after guesses in vain: the last verdicts stay as they are while nobody drafts, and are believed ever less."""
     chances = {"model": lambda t, d: 0.1 if t < 150 else 0.97}
-    of = trace(seed, costs(linear(0.05), {"model": linear(0.3, 0.0)}), chances, length=700)
-    records = ours(of)
-    assert mean(drafted_from(records, 50, 250)) < 0.1
-    assert mean(drafted_from(records, 400, 700)) > 4
+    off, on = list[float](), list[float]()
+    for seed in range(1, 13):  # of each by itself luck decides when it is tried
+        of = trace(seed, costs(linear(0.05), {"model": linear(0.3, 0.0)}), chances, length=700)
+        records = ours(of)
+        off.append(mean(drafted_from(records, 50, 150)))
+        on.append(mean(drafted_from(records, 400, 700)))
+    assert mean(off) < 0.1 and mean(on) > 5 and min(on) > 0.5
 
 
 @pytest.mark.parametrize("at", [30, 100, 200])

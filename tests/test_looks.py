@@ -92,7 +92,7 @@ def test_what_a_first_token_must_promise_grows_with_what_deciding_takes() -> Non
 
 def test_who_lost_in_the_requests_before_is_looked_at_later_and_is_not_forgotten() -> None:
     """Long texts of wrong guesses, then short ones of right guesses, over before the rest that the others earned them: found all the same."""
-    priced = costs(linear(0.3), {"lookup": linear(0.0, 0.2)})
+    priced = costs(linear(0.3), {"lookup": linear(0.0, 0.21)})
     wrong = trace(6, priced, {"lookup": lambda t, d: 0.02}, texts=20, length=200)
     right = trace(7, priced, {"lookup": lambda t, d: 0.95}, texts=40, length=7)
     controller = adaptive(wrong)

@@ -15,7 +15,7 @@ from written import Weather, adaptive, costs, drive, linear, trace
 from outrider.bench.replay import Trace
 from outrider.control import controller as controllers
 from outrider.control import rows
-from outrider.control.accounts import LONG, SETTLED
+from outrider.control.accounts import LONG, SETTLED, Held
 from outrider.control.controller import EARN, Adaptive
 from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.rows import awake
@@ -181,7 +181,7 @@ def test_the_ledger() -> None:
 def test_a_request_that_ends_asleep_leaves_nothing_behind() -> None:
     of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.0)}), {"lookup": lambda t, d: 0.0}, texts=3, length=40)
     drive(of, controller := adaptive(of))
-    assert not controller.ledger.credit and not controller.rows and not controller.accounts.slept
+    assert not controller.ledger.credit and not controller.rows and not controller.accounts.held
 
 
 def test_steps_slept_through_are_filed_by_what_was_before_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_what_was_thought_in_a_step_that_is_slept_through_is_charged_once(where:
     seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
     thought = replace(records[-1], seconds={**records[-1].seconds, "choose": 40.0}, reading=replace(records[-1].reading, seconds=41.0))
     controller.ledger.credit["z"] = 0.0
-    controller.accounts.slept, controller.calm = [(seqs, thought if i == where else records[-1], ()) for i in range(LONG)], LONG
+    controller.accounts.held = [Held(seqs, thought if i == where else records[-1], None, (), True) for i in range(LONG)]
     controller._settle()
     assert controller.ledger.credit["z"] == pytest.approx(ALLOWANCE * LONG - 40.0, abs=0.1)
 

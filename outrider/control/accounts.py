@@ -7,71 +7,110 @@ own clock says what was owed for it, whatever the machine's pace is now.
 
 import math
 from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple
 
 from outrider.control.guard import Ledger
 from outrider.control.rows import Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import WARM, Page, Tables
 from outrider.core.types import Sequence, StepRecord
-from outrider.measure.cost import CALM, DEEPEST
+from outrider.measure.cost import DEEPEST
 
 WEIGHED = ("depth:all", "depth:trimmed")  # reasons of drafts as long as seemed best
 FADED = 0.05  # weight of the latest step in what thinking takes
-LONG, SETTLED = 64, 8  # steps without a thought after which they are settled all the same; most of them that are looked at
+LONG, SETTLED = 32, 8  # steps without a thought after which they are settled all the same; most of them that are asked how long steps take now
+THOUGHTS = 8  # steps with one that are settled together: what has just run runs several times faster
+
+
+class Held(NamedTuple):
+    """A step that is not settled yet. `step`: what was thought in it, None for a plain step of which nothing was; `names`: drafters that were looked at;
+    `calm`: had many plain steps gone before?"""
+
+    seqs: list[Sequence]
+    record: StepRecord
+    step: Step | None
+    names: tuple[str, ...]
+    calm: bool
 
 
 class Accounts:
-    """`slept`: steps without a thought that are not settled yet, with the drafters looked at in them; `thinking`: seconds of it, in steps in which somebody
-    was asked; `quickest`: seconds before drafting, of a step in which hardly anything was weighed."""
+    """`held`: steps that are not settled yet, the first first; `thoughts`: how many of them were thought about; `unsettled`: seconds that they took beyond
+    what they earned, nearly; `thinking`: seconds of it, in steps in which somebody was asked; `quickest`: seconds before drafting, of a step in
+    which hardly anything was weighed."""
 
     def __init__(self, tables: Tables, ledger: Ledger) -> None:
         self.tables, self.ledger = tables, ledger
-        self.slept: list[tuple[list[Sequence], StepRecord, tuple[str, ...]]] = []
+        self.held: list[Held] = []
+        self.thoughts, self.unsettled = 0, 0.0
         self.thinking, self.quickest = 0.0, math.inf
 
-    def sleep(self, seqs: list[Sequence], record: StepRecord, names: tuple[str, ...]) -> bool:
-        """A step went by without a thought. Is it time to settle?"""
-        self.slept.append((seqs, record, names))
-        return len(self.slept) >= LONG
+    def hold(self, held: Held, page: Page) -> bool:
+        """A step went by that may be settled later. Is it time to?"""
+        self.held.append(held)
+        record, step, allowed = held.record, held.step, self.ledger.allowance * page.owed
+        if step is None:
+            self.unsettled += max(record.seconds.get("choose", 0.0) - self.quickest, 0.0) - allowed
+            return len(self.held) >= LONG
+        took, self.thoughts = _own(record), self.thoughts + 1
+        self.unsettled += took - (page.owed + allowed) * min(record.emitted)
+        usual = (step.spent + page.seconds[min(max(record.drafted), DEEPEST)]) * page.plain * page.spread
+        return self.thoughts >= THOUGHTS or len(self.held) >= LONG or took > usual  # a hold-up may be spared
 
-    def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], calm: int, *, guarded: bool) -> None:
-        """Charge what was slept through: some steps, each for those behind it as well, for what is owed for them is what they took; what was thought
-        in any of them is counted as it was. `calm`: plain steps in a row by now; `guarded`: it is these steps that must show whether the machine
-        has become slow."""
-        slept, every = self.slept, -(-len(self.slept) // SETTLED)
-        taken = [(slept[i : i + every], calm - len(slept) + i >= CALM) for i in range(0, len(slept), max(every, 1))]
-        self.slept = []
-        if page is None or not slept:
+    def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], *, guarded: bool) -> None:
+        """Charge what is held. `guarded`: it is the steps that were slept through that must show whether the machine has become slow."""
+        held, self.held, self.thoughts, self.unsettled = self.held, [], 0, 0.0
+        if page is None:
             return
-        for (first, *behind), quiet in taken:
-            looks = [names for _, _, names in (first, *behind) if names]
-            others = [record for _, record, _ in behind]
-            self.charge(page, first[0], rows(first[0]), first[1], None, quiet, looks[0] if looks else (), others, len(looks))
-        for ((_, record, _), *_), quiet in taken if guarded else taken[-1:]:
-            self.tables.costs.verified(page.at, 0, _own(record) / self.tables.costs.pace, quiet)
+        for (thought, _), some in groupby(held, key=lambda h: (h.step is not None, h.record.requests)):
+            if thought:
+                for h in some:
+                    self.charge(page, h.seqs, rows(h.seqs), h.record, h.step, h.calm, h.names)
+            else:
+                self._slept(page, list(some), rows, guarded)
+
+    def _slept(self, page: Page, slept: list[Held], rows: Callable[[list[Sequence]], list[Row]], guarded: bool) -> None:
+        """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps take now."""
+        owed, thought, looks = list[float](), 0.0, [h.names for h in slept if h.names]
+        for h in slept:
+            beside = self.beside(h.record)
+            bare = self.ledger.plainly(_own(h.record) - beside, page.owed * page.spread)
+            owed.append(bare * (1.0 if h.calm else min(page.steady, 1.0)))
+            thought += beside
+            for seq, tokens in zip(h.seqs, h.record.emitted, strict=True):
+                self.ledger.charge(seq.request.id, owed[-1], tokens, bare + beside, None)
+        if looks and self.tables.drafts >= WARM:
+            looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))
+        every = -(-len(slept) // SETTLED)
+        for h, took in list(zip(slept, owed, strict=True))[::every]:
+            self._told(page, took, _own(h.record), 0, h.calm)
+        for h in slept[::every] if guarded else slept[-1:]:
+            self.tables.costs.verified(page.at, 0, _own(h.record) / self.tables.costs.pace, h.calm)
         page.plain = self.tables.costs.verify[page.at].line[0] * self.tables.costs.pace
 
     def charge(
-        self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...],
-        others: list[StepRecord] | None = None, looks: int = 1,
-    ) -> None:  # fmt: skip
-        """What a step gave and took. `others`: plain steps like it, but for what was thought in them; `names`: who was looked at in `looks` of them."""
-        took, owed, bad_case, nodes = _own(record), page.owed, None, min(max(record.drafted), DEEPEST)
-        spent, own, beside = took, took - drafting_of(record) - record.seconds.get("jit", 0.0), self.beside(record)
-        thought, times = beside + sum([self.beside(other) for other in others or ()]), 1 + len(others or ())
-        worth = -thought / max(looks, 1) / page.plain if page.plain else 0.0
+        self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...]
+    ) -> None:
+        """What a step gave and took. `names`: who was looked at in it."""
+        took, owed, bad_case, nodes, beside = _own(record), page.owed, None, min(max(record.drafted), DEEPEST), self.beside(record)
+        spent, worth, own = took, -beside / page.plain if page.plain else 0.0, took - drafting_of(record) - record.seconds.get("jit", 0.0)
         if not nodes:
             bare = self.ledger.plainly(took - beside, owed * page.spread)
-            spent, owed = bare + thought / times, bare * (1.0 if calm else min(page.steady, 1.0))
-            page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
+            spent, owed = bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
         elif step is not None:
             bad_case = step.room * page.plain * page.spread
             spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
             worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
         for seq, tokens in zip(seqs, record.emitted, strict=True):
-            self.ledger.charge(seq.request.id, owed, tokens * times, spent * times, bad_case)
+            self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
         if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
-            looked(rows, names, worth, looks)
+            looked(rows, names, worth)
+        self._told(page, owed, own, nodes, calm)
+
+    def _told(self, page: Page, owed: float, own: float, nodes: int, calm: bool) -> None:
+        """What a step says of the machine's pace, and a plain one of what plain decoding takes."""
+        if not nodes:
+            page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
         if expected := page.plain * (page.seconds[nodes] if nodes else page.steady if calm else 1.0):
             page.plain *= self.tables.costs.felt(own / expected)
 
@@ -80,10 +119,11 @@ class Accounts:
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
         thinking = choosing - self.quickest
-        if record.levels:
-            thinking += record.seconds.get("draft", 0.0)
-            self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
-            thinking += record.seconds.get("jit", 0.0)  # a plan's first code, too
+        if not record.levels:
+            return thinking
+        thinking += record.seconds.get("draft", 0.0)
+        self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
+        thinking += record.seconds.get("jit", 0.0)  # a plan's first code, too
         return drafting_of(record) + thinking
 
 

@@ -9,7 +9,7 @@ Sees records and drafts, never logits; what it returns cannot change a text.
 import itertools
 from collections.abc import Callable
 
-from outrider.control.accounts import Accounts
+from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
 from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, pause, remember
 from outrider.control.starts import FRESH_RATE, Starts
@@ -57,10 +57,11 @@ class Adaptive:
         if self.asleep > 0:
             if self.known is not None and seqs == self.known[0]:
                 self.asleep -= 1
+                self.silent = self.why == "off:resting"  # what was earned for the guard is settled on waking
                 return OFF, self.why
             self._wake()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
-        room = self.ledger.left([s.request.id for s in seqs], page.owed) / (page.plain * page.spread) if page else 0.0
+        room = self._room(seqs, page) if page else 0.0
         if page and not page.outdated and (missing := page.seconds[1] + min([line[1] for line in page.drafting.values()], default=0.0) - room) > 0:
             return OFF, self._earn(missing, page)  # nobody could be paid: what they would say is not looked at
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
@@ -77,6 +78,10 @@ class Adaptive:
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
         return plan, "off:no-guess"
+
+    def _room(self, seqs: list[Sequence], page: Page) -> float:
+        """Plain steps that this one may take."""
+        return (self.ledger.left([s.request.id for s in seqs], page.owed) - self.accounts.unsettled) / (page.plain * page.spread)
 
     def _teaches(self) -> bool:
         """Is this step learned from? Then whatever its drafters say is asked for, and what is learned hangs on nothing that was believed."""
@@ -245,13 +250,11 @@ class Adaptive:
     def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, any(record.drafted)
-        if (self.asleep or self.silent) and not record.levels and self.page is not None:  # settled on waking
-            self.calm, self.since_plain = self.calm + 1, 0
-            if self.accounts.sleep(seqs, record, self.looked):
+        if (self.asleep or self.silent) and not record.levels and self.page is not None:
+            if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM), self.page):
                 self._settle()
+            self.calm, self.since_plain = self.calm + 1, 0
             return
-        if self.accounts.slept:
-            self._settle()
         rows = step.rows if step else self._rows(seqs)
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
@@ -260,10 +263,15 @@ class Adaptive:
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, self.tables.costs.pace))
             if self.page is None or len(self.lessons) >= BATCH:
+                self._settle()
                 self._digest()
                 self.page = self.tables.page(at)
-        if self.page is not None:
-            self.accounts.charge(self.page, seqs, rows, record, step, calm, self.looked)
+        if step is None:  # what a plain step tells is asked for at once
+            self._settle()
+            if self.page is not None:
+                self.accounts.charge(self.page, seqs, rows, record, None, calm, self.looked)
+        elif self.accounts.hold(Held(seqs, record, step, self.looked, calm), step.page) or min([row.worth for row in rows]) < 0:
+            self._settle()  # at once where looks lose, and what this one brought says who rests
         if record.levels:
             self._remember(seqs, rows, record, step)
 
@@ -276,7 +284,8 @@ class Adaptive:
         remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
 
     def _settle(self) -> None:
-        self.accounts.settle(self.page, self._rows, self.calm, guarded=self.why == "off:guard")
+        if self.accounts.held:
+            self.accounts.settle(self.page, self._rows, guarded=self.why == "off:guard")
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)

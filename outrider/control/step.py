@@ -115,16 +115,18 @@ class Step:
 
     def _best_of_chain(self, draft: Draft) -> tuple[int, float]:
         """The same of a chain of one row, which is what most steps ask."""
-        page, history, alike, p = self.page, self.rows[0].history, (0, -1.0), 0.0
+        page, verify, spent, history, alike, p = self.page, self.page.verify, self.spent, self.rows[0].history, (0, -1.0), 0.0
+        chance, marked = self.tables.chance, self.tables.marked
         gained = survival = 1.0
         plain = best = 1 / (self.spent + self.plain)
         at = 0
         for n, (source, score) in enumerate(zip(draft.source[:DEEPEST], draft.score, strict=False), 1):
             if n <= LEVELS or (source, score) != alike:
-                p, alike = max([self.tables.chance(page, name, n, score, history) for name in self.tables.marked(source)]), (source, score)
+                names, alike = marked(source), (source, score)
+                p = chance(page, names[0], n, score, history) if len(names) == 1 else max([chance(page, name, n, score, history) for name in names])
             survival *= p
             gained += survival
-            worth = gained / (self.spent + page.verify[n])
+            worth = gained / (spent + verify[n])
             if worth > best:
                 best, at = worth, n
         return (at, best) if best >= plain * (1 + MARGIN) else (0, plain)

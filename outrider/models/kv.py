@@ -231,7 +231,7 @@ class Rows:
         at = row.index, len(columns)
         if at not in self.tables:
             made = np.empty((1, len(columns), len(columns[0])), np.int64)
-            self.tables[at] = made, memoryview(made).cast("B").cast("q")
+            self.tables[at] = made, made.data.cast("B").cast("q")
         table, numbers = self.tables[at]
         numbers[:] = array("q", columns[0] if len(columns) == 1 else chain.from_iterable(columns))
         return Block(row.index, table, _bucket(row.base + len(row.scratch), self.capacity), kept=True)
