@@ -48,14 +48,13 @@ class Accounts:
     def hold(self, held: Held, page: Page) -> bool:
         """A step went by that may be settled later. Is it time to?"""
         self.held.append(held)
-        record, step, allowed = held.record, held.step, self.ledger.allowance * page.owed
-        if step is None:
+        record, allowed = held.record, self.ledger.allowance * page.owed
+        if held.step is None:
             self.unsettled += max(record.seconds.get("choose", 0.0) - self.quickest, 0.0) - allowed
             return len(self.held) >= LONG
-        took, self.thoughts = _own(record), self.thoughts + 1
-        self.unsettled += took - (page.owed + allowed) * min(record.emitted)
-        usual = (step.spent + page.seconds[min(max(record.drafted), DEEPEST)]) * page.plain * page.spread
-        return self.thoughts >= THOUGHTS or len(self.held) >= LONG or took > usual  # a hold-up may be spared
+        self.thoughts += 1
+        self.unsettled += _own(record) - (page.owed + allowed) * min(record.emitted)
+        return self.thoughts >= THOUGHTS or len(self.held) >= LONG
 
     def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], *, guarded: bool) -> None:
         """Charge what is held. `guarded`: it is the steps that were slept through that must show whether the machine has become slow."""
@@ -74,11 +73,11 @@ class Accounts:
         owed, thought, looks = list[float](), 0.0, [h.names for h in slept if h.names]
         for h in slept:
             beside = self.beside(h.record)
-            bare = self.ledger.plainly(_own(h.record) - beside, page.owed * page.spread)
-            owed.append(bare * (1.0 if h.calm else min(page.steady, 1.0)))
+            spent, earned = self._plainly(page, h.record, beside, h.calm)
+            owed.append(earned)
             thought += beside
             for seq, tokens in zip(h.seqs, h.record.emitted, strict=True):
-                self.ledger.charge(seq.request.id, owed[-1], tokens, bare + beside, None)
+                self.ledger.charge(seq.request.id, earned, tokens, spent, None)
         if looks and self.tables.drafts >= WARM:
             looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))
         every = -(-len(slept) // SETTLED)
@@ -95,8 +94,7 @@ class Accounts:
         took, owed, bad_case, nodes, beside = _own(record), page.owed, None, min(max(record.drafted), DEEPEST), self.beside(record)
         spent, worth, own = took, -beside / page.plain if page.plain else 0.0, took - drafting_of(record) - record.seconds.get("jit", 0.0)
         if not nodes:
-            bare = self.ledger.plainly(took - beside, owed * page.spread)
-            spent, owed = bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
+            spent, owed = self._plainly(page, record, beside, calm)
         elif step is not None:
             bad_case = step.room * page.plain * page.spread
             spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
@@ -106,6 +104,11 @@ class Accounts:
         if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
             looked(rows, names, worth)
         self._told(page, owed, own, nodes, calm)
+
+    def _plainly(self, page: Page, record: StepRecord, beside: float, calm: bool) -> tuple[float, float]:
+        """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""
+        bare = self.ledger.plainly(_own(record) - beside, page.owed * page.spread)
+        return bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
 
     def _told(self, page: Page, owed: float, own: float, nodes: int, calm: bool) -> None:
         """What a step says of the machine's pace, and a plain one of what plain decoding takes."""

@@ -200,9 +200,8 @@ class Tables:
         depth = min(depth, ALIKE)
         history = past(history, depth)
         key = (name, depth, score, history & SEEN)
-        if key in page.known:
-            return page.known[key]
-        p = page.known[key] = self.predictor.predict(name, depth, score, history)
+        if (p := page.known.get(key)) is None:
+            p = page.known[key] = self.predictor.predict(name, depth, score, history)
         return p
 
     def below(self, name: str, score: float) -> float:

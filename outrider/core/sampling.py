@@ -39,6 +39,9 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
     lines = scores.found.tolist()
+    if len(lines) == len(lines[0]) == 1 and not isnan(lines[0][0][1]):  # one place
+        ((token, value, mass),) = lines[0]
+        return [int(token)], [value - mass]
     found = lines[0] if len(lines) == 1 else [triple for line in lines for triple in line]
     asked = found if scores.at is None else [found[i] for i in scores.at]
     chosen = [value - mass for _, value, mass in asked]

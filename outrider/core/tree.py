@@ -202,6 +202,8 @@ def follow(draft: Draft, choice: list[int]) -> tuple[list[list[int]], list[int]]
 
     Returns the accepted path of each row and the token chosen where it ends.
     """
+    if not draft.token:
+        return [[] for _ in choice], choice
     if straight(draft):
         right = sum(takewhile(bool, map(eq, draft.token, choice)))
         return [list(range(right))], [choice[right]]

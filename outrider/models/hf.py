@@ -50,6 +50,7 @@ class HFModel:
         self.store = SlotCache(spec.layers, rows, spec.context)
         self.rows = Rows(spec.name, rows, spec.context, self.store, tuple(kinds.values()))
         self.device, self.dtype = module.device, module.dtype
+        self.far = self.device.type != "cpu"
         self.step = Step(module, self.store, kinds, spec.vocab_size)
         self.compiled: Compiled | Graphs | None = None
         self.meter = Meter()
@@ -180,7 +181,7 @@ class HFModel:
         if block.read not in self.reads:
             self.reads[block.read] = self.numbers[: block.read]
         table = self._kept(block) if block.kept else torch.from_numpy(block.table)
-        if self.device.type != "cpu":
+        if self.far:
             table = table.pin_memory().to(self.device, non_blocking=True)
         if last is not None:
             table[0, -1, 0] = last

@@ -256,6 +256,10 @@ class Rows:
             row = self.of(seq)
             if row.base < 0:
                 continue
+            if not path:
+                row.text += seq.tokens[row.cached : row.base]
+                row.base, row.scratch = -1, {}
+                continue
             order, kept = {node: k for k, node in enumerate(row.scratch)}, []
             for node in path:
                 if node not in order:
