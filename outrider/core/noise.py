@@ -106,25 +106,26 @@ def _gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowNoise:
-    """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows].
+    """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows], as an array or as plain numbers,
+    which are quicker for few.
 
     `known` and `bits`: what races of this step have looked up, for drafter and target look up the same.
     """
 
-    seed: Ints
-    step: Ints
-    length: Ints
+    seed: Ints | tuple[int, ...]
+    step: Ints | tuple[int, ...]
+    length: Ints | tuple[int, ...]
     known: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
     bits: dict[tuple[int, int], NDArray[np.uint64]] = field(default_factory=dict, compare=False)
 
     def flip(self, p: Tensor, row: Ints, index: Ints) -> Tensor:
         """True with probability p. p [n], row [n], index [n] (a node's number within its row) -> bool [n]."""
-        u = uniform(address(self.seed[row], self.step[row], np.full_like(row, ACCEPT), index))
+        u = uniform(address(*self._moment(row), np.full_like(row, ACCEPT), index))
         return torch.from_numpy(u).to(p.device) < p
 
     def draw(self, p: Tensor, row: Ints, purpose: int, index: Ints) -> Tensor:
         """A token from each row of p [n, V] (need not be normalised) -> int64 [n]."""
-        u = uniform(address(self.seed[row], self.step[row], np.full_like(row, purpose), index))
+        u = uniform(address(*self._moment(row), np.full_like(row, purpose), index))
         total = p.double().cumsum(-1)
         at = torch.from_numpy(u).to(p.device)[:, None] * total[:, -1:]
         found = torch.searchsorted(total, at, right=True)[:, 0]
@@ -138,7 +139,8 @@ class RowNoise:
         asked = [(r, d, vocab, *like) for r, d in zip(row.tolist(), depth.tolist(), strict=True)]
         missing = [i for i, name in enumerate(asked) if name not in self.known]
         if missing:
-            key = address(self.seed[row[missing]], self.length[row[missing]] + depth[missing], np.full(len(missing), POSITION))
+            some = row[missing]
+            key = address(np.asarray(self.seed)[some], np.asarray(self.length)[some] + depth[missing], np.full(len(missing), POSITION))
             self.known.update(zip([asked[i] for i in missing], gumbel(key, vocab, *like), strict=True))
         return logp + torch.stack([self.known[name] for name in asked])
 
@@ -151,6 +153,10 @@ class RowNoise:
         total = np.cumsum(weights, dtype=np.float64)
         found = int(np.searchsorted(total, self._uniform(row, purpose, index) * total[-1], "right"))
         return found if found < len(weights) else int(np.flatnonzero(weights)[-1])  # rounding must not pass the support
+
+    def _moment(self, row: Ints) -> tuple[Ints, Ints]:
+        """Seed and step of each of these rows."""
+        return np.asarray(self.seed)[row], np.asarray(self.step)[row]
 
     def _uniform(self, row: int, purpose: int, index: int) -> float:
         return (_address_of((int(self.seed[row]), int(self.step[row]), purpose, index)) >> 11) * 2.0**-53

@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from outrider.compiler.forest import allowed
 from outrider.compiler.jit import Jit, Stages
 from outrider.compiler.step import Clock, Done, Facts, Now, Parts
@@ -26,7 +24,7 @@ from outrider.runtime.ending import cut
 
 NO_LIMITS = Limits()
 RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
-SILENCE = RowNoise(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))  # greedy rows ask for no noise
+SILENCE = RowNoise((), (), ())  # greedy rows ask for no noise
 
 
 class Engine:
@@ -197,5 +195,4 @@ def _facts(*, one: bool, free: bool, raw: bool) -> tuple[Facts, Facts]:
 
 
 def _noise(seqs: list[Sequence]) -> RowNoise:
-    seed, step, length = np.array([(s.request.seed, s.steps, len(s.tokens)) for s in seqs], np.int64).T
-    return RowNoise(seed, step, length)
+    return RowNoise(tuple([s.request.seed for s in seqs]), tuple([s.steps for s in seqs]), tuple([len(s.tokens) for s in seqs]))
