@@ -18,6 +18,7 @@ EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and 
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
+RATED = 8  # drafts between two looks at the rate by which savings are told
 LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
 FRESH_RATE = 0.2  # weight of one request in the rate of those before
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
@@ -67,7 +68,7 @@ class Starts:
             return not draft.token and _unpaid(step, name)
         if wait > LONG_READ:
             for row in step.rows:
-                row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
+                row.owing.setdefault(name, [max(saves, 2 * wait), 0.0, 0.0, 1.0])
         return True
 
     def _too_much(self, step: Step, name: str, wait: float, levels: int) -> bool:
@@ -122,19 +123,22 @@ class Starts:
             self.pause[name], self.due[name] = PROBE, number + PATIENCE
 
     def used(self, step: Step, seqs: list[Sequence], record: StepRecord) -> None:
-        """What drafters that had to read for long save in a step."""
-        for name in {name for row in step.rows for name in row.owing if record.levels.get(name)}:
-            came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
-            saved = came / self._rate(seqs, step.page.plain) - step.page.drafting[name][min(record.levels[name], DEEPEST)]
-            for row in step.rows:
+        """What drafters that had to read for long save in a step, at a rate that is looked up now and then."""
+        for name, levels in record.levels.items():
+            for row in step.rows if levels else ():
                 if name in row.owing:
-                    row.owing[name][1] += saved
+                    owing = row.owing[name]
+                    if owing[2] <= 0:
+                        owing[2:] = RATED, self._rate(seqs, step.page.plain)
+                    came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
+                    owing[1] += came / owing[3] - step.page.drafting[name][min(levels, DEEPEST)]
+                    owing[2] -= 1
 
     def ended(self, seq: Sequence, row: Row, plain: float) -> None:
         """A request's rate is where the next one begins, and what came of its promises to save is what the next ones are worth; `plain`: seconds of
         a plain step."""
         self.rate += FRESH_RATE * (self._rate([seq], plain) - self.rate)
-        for name, (promised, saved) in row.owing.items():
+        for name, (promised, saved, *_) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 
 
