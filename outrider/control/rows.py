@@ -27,7 +27,7 @@ class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
     (`reach`); by drafter, tokens promised of late and those that came (`kept`); by drafter that had to read for long, plain steps that
-    it was to save, those that it did, drafts until the request's rate is asked again, and that rate (`owing`); by drafter, how often it was refused since the last verdict (`refused`); what a look at drafters is worth (`worth`), in plain steps."""
+    it was to save, and those that it did (`owing`); by drafter, how often it was refused since the last verdict (`refused`); what a look at drafters is worth (`worth`), in plain steps."""
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and 
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
-RATED = 8  # drafts between two looks at the rate by which savings are told
+RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
 FRESH_RATE = 0.2  # weight of one request in the rate of those before
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
@@ -27,11 +27,12 @@ AHEAD = 64  # tokens more than were written so far that a request is trusted to 
 class Starts:
     """`cautious`: a drafter that costs something and was never measured does not start. `explored`: plain steps that tries have cost; `pause` and
     `due`: by drafter, steps between its tries and the step from which on the next may be; `rate`: tokens of earlier requests for the time of
-    a plain step."""
+    a plain step, and `lately` those of the request, rows and steps `known`."""
 
     def __init__(self, tables: Tables, cautious: bool) -> None:
         self.tables, self.cautious = tables, cautious
-        self.explored, self.rate = 0.0, 1.0
+        self.explored, self.rate, self.lately = 0.0, 1.0, 1.0
+        self.known: tuple[str, int, int] | None = None
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     def may(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
@@ -68,7 +69,7 @@ class Starts:
             return not draft.token and _unpaid(step, name)
         if wait > LONG_READ:
             for row in step.rows:
-                row.owing.setdefault(name, [max(saves, 2 * wait), 0.0, 0.0, 1.0])
+                row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
         return True
 
     def _too_much(self, step: Step, name: str, wait: float, levels: int) -> bool:
@@ -87,10 +88,14 @@ class Starts:
         return saved * ahead / tokens
 
     def _rate(self, seqs: list[Sequence], plain: float) -> float:
-        """Tokens of a request for the time of a plain step, of late."""
-        steps = [r for s in seqs for r in s.records[-AHEAD:]]
-        took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
-        return (LIKE + sum([sum(r.emitted) for r in steps])) / (LIKE / self.rate + took / plain)
+        """Tokens of a request for the time of a plain step, of late: asked anew in its first steps, and then every RATED ones."""
+        done = seqs[0].steps
+        known = seqs[0].request.id, len(seqs), done if done <= RATED else done // RATED * RATED
+        if known != self.known:
+            steps = [r for s in seqs for r in s.records[-AHEAD:]]
+            took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
+            self.known, self.lately = known, (LIKE + sum([sum(r.emitted) for r in steps])) / (LIKE / self.rate + took / plain)
+        return self.lately
 
     def _try_anyway(self, step: Step, name: str, wait: float) -> bool:
         """Is it time to see whether a drafter that does not seem to pay would?"""
@@ -123,22 +128,18 @@ class Starts:
             self.pause[name], self.due[name] = PROBE, number + PATIENCE
 
     def used(self, step: Step, seqs: list[Sequence], record: StepRecord) -> None:
-        """What drafters that had to read for long save in a step, at a rate that is looked up now and then."""
+        """What drafters that had to read for long save in a step."""
         for name, levels in record.levels.items():
             for row in step.rows if levels else ():
                 if name in row.owing:
-                    owing = row.owing[name]
-                    if owing[2] <= 0:
-                        owing[2:] = RATED, self._rate(seqs, step.page.plain)
                     came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
-                    owing[1] += came / owing[3] - step.page.drafting[name][min(levels, DEEPEST)]
-                    owing[2] -= 1
+                    row.owing[name][1] += came / self._rate(seqs, step.page.plain) - step.page.drafting[name][min(levels, DEEPEST)]
 
     def ended(self, seq: Sequence, row: Row, plain: float) -> None:
         """A request's rate is where the next one begins, and what came of its promises to save is what the next ones are worth; `plain`: seconds of
         a plain step."""
         self.rate += FRESH_RATE * (self._rate([seq], plain) - self.rate)
-        for name, (promised, saved, *_) in row.owing.items():
+        for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 
 
