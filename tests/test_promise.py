@@ -186,6 +186,17 @@ def test_what_is_not_settled_yet_is_known_nearly(monkeypatch: pytest.MonkeyPatch
     assert len(rooms) > 100 and all(abs(before - after) < 0.2 for before, after in rooms)
 
 
+def test_what_one_request_has_earned_is_not_for_another_to_spend() -> None:
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.8}, length=60)
+    (records,) = drive(of, controller := adaptive(of))
+    rich, poor = ([SimpleNamespace(request=SimpleNamespace(id=name))] for name in ("rich", "poor"))
+    controller.accounts.held = [Held(rich, replace(records[-1], requests=("rich",)), None, (), True)]
+    controller.accounts.unsettled, controller.ledger.credit["poor"] = -30.0, 0.0
+    page = controller.page
+    assert controller._room(poor, page) == pytest.approx((1 + ALLOWANCE) * page.owed / (page.plain * page.spread))
+    assert not controller.accounts.held and controller.ledger.credit["rich"] > 0
+
+
 def test_the_ledger() -> None:
     """By hand: a grant of 8 steps of 2 seconds, 5% more than what a token takes, and what goes beyond the bad case."""
     ledger = Ledger(0.05)

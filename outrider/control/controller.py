@@ -81,7 +81,10 @@ class Adaptive:
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
-        return (self.ledger.left([s.request.id for s in seqs], page.owed) - self.accounts.unsettled) / (page.plain * page.spread)
+        names, held = [s.request.id for s in seqs], self.accounts.held
+        if held and held[-1].record.requests != tuple(names):  # what others earned is not for these to spend
+            self._settle()
+        return (self.ledger.left(names, page.owed) - self.accounts.unsettled) / (page.plain * page.spread)
 
     def _teaches(self) -> bool:
         """Is this step learned from? Then whatever its drafters say is asked for, and what is learned hangs on nothing that was believed."""
