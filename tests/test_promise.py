@@ -197,6 +197,18 @@ def test_what_one_request_has_earned_is_not_for_another_to_spend() -> None:
     assert not controller.accounts.held and controller.ledger.credit["rich"] > 0
 
 
+def test_a_hold_up_that_is_not_charged_refuses_nobody() -> None:
+    """A step that was thought about and verified nothing takes twenty times as long: plain decoding would have, too."""
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.05}, length=60)
+    (records,) = drive(of, controller := adaptive(of))
+    asked = next(r for r in records if r.levels and not any(r.drafted))
+    slow = replace(asked, reading=replace(asked.reading, seconds=asked.reading.seconds + 20.0), seconds={**asked.seconds, "score": 21.0})
+    seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
+    before = controller._room(seqs, page := controller.page)
+    controller.accounts.hold(Held(seqs, replace(slow, requests=("z",)), controller.step, (), True), page)
+    assert controller._room(seqs, page) == pytest.approx(before, abs=0.2)
+
+
 def test_the_ledger() -> None:
     """By hand: a grant of 8 steps of 2 seconds, 5% more than what a token takes, and what goes beyond the bad case."""
     ledger = Ledger(0.05)

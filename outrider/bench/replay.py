@@ -243,7 +243,7 @@ class _Replaying(Engine):
     def _settings(self, seqs: list[Sequence]) -> Settings:
         if self.settings is None or self.settings.seqs != seqs:
             made = super()._settings(seqs)
-            self.settings, self.rule = replace(made, greedy=np.ones(len(seqs), bool), raw=True), "greedy"
+            self.settings, self.rule = replace(made, greedy=np.ones(len(seqs), bool), all_greedy=True, raw=True), "greedy"
             self.facts = self.facts[0]._replace(raw=True), self.facts[1]._replace(raw=True)
         return self.settings
 

@@ -48,12 +48,14 @@ class Accounts:
     def hold(self, held: Held, page: Page) -> bool:
         """A step went by that may be settled later. Is it time to?"""
         self.held.append(held)
-        record, allowed = held.record, self.ledger.allowance * page.owed
-        if held.step is None:
-            self.unsettled += max(record.seconds.get("choose", 0.0) - self.quickest, 0.0) - allowed
-            return len(self.held) >= LONG
-        self.thoughts += 1
-        self.unsettled += _own(record) - (page.owed + allowed) * min(record.emitted)
+        record, earns = held.record, (1 + self.ledger.allowance) * page.owed
+        self.thoughts += held.step is not None
+        if any(record.drafted):
+            self.unsettled += _own(record) - earns * min(record.emitted)
+        else:  # charged by its own clock, but for what was thought and drafted
+            beside = drafting_of(record) + sum([record.seconds.get(stage, 0.0) for stage in ("draft", "jit") if record.levels])
+            beside += max(record.seconds.get("choose", 0.0) - self.quickest, 0.0)
+            self.unsettled += page.owed + beside - earns * (1.0 if held.calm else min(page.steady, 1.0))
         return self.thoughts >= THOUGHTS or len(self.held) >= LONG
 
     def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], *, guarded: bool) -> None:
@@ -78,7 +80,7 @@ class Accounts:
             thought += beside
             for seq, tokens in zip(h.seqs, h.record.emitted, strict=True):
                 self.ledger.charge(seq.request.id, earned, tokens, spent, None)
-        if looks and self.tables.drafts >= WARM:
+        if looks and self.tables.drafts >= WARM and page.plain:
             looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))
         every = -(-len(slept) // SETTLED)
         for h, took in list(zip(slept, owed, strict=True))[::every]:

@@ -84,7 +84,12 @@ class Adaptive:
         names, held = [s.request.id for s in seqs], self.accounts.held
         if held and held[-1].record.requests != tuple(names):  # what others earned is not for these to spend
             self._settle()
-        return (self.ledger.left(names, page.owed) - self.accounts.unsettled) / (page.plain * page.spread)
+        unit, unsettled = page.plain * page.spread, self.accounts.unsettled
+        room = (self.ledger.left(names, page.owed) - unsettled) / unit
+        if unsettled <= 0 or room >= page.seconds[DEEPEST]:
+            return room
+        self._settle()  # nobody is refused for what may not be charged
+        return self.ledger.left(names, page.owed) / unit
 
     def _teaches(self) -> bool:
         """Is this step learned from? Then whatever its drafters say is asked for, and what is learned hangs on nothing that was believed."""

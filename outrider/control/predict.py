@@ -124,7 +124,7 @@ class Logistic:
         p, recent = min(max(score, FLOOR), CEILING), (history & 15).bit_count()
         x = a + b * (0.5 * math.log(p / (1 - p))) + c * (0.25 * min(depth, LEVELS)) + d * (0.5 * (recent - 2))
         x += (e if history & 1 else 0.0) + (f if score >= CEILING else 0.0)
-        return min(max(1 / (1 + math.exp(-x)), FLOOR), CEILING) if -30 < x < 30 else FLOOR if x < 0 else CEILING
+        return min(max(1 / (1 + math.exp(-x)), FLOOR), CEILING) if -30 < x < 30 else CEILING if x > 0 else FLOOR
 
     def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
         error = weight * (verdict - self.predict(drafter, depth, score, history))

@@ -139,6 +139,7 @@ class Starts:
         """A request's rate is where the next one begins, and what came of its promises to save is what the next ones are worth; `plain`: seconds of
         a plain step."""
         self.rate += FRESH_RATE * (self._rate([seq], plain) - self.rate)
+        self.known = None
         for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 

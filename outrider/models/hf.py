@@ -191,7 +191,8 @@ class HFModel:
         at = block.first, block.table.shape[1]
         known = self.tables.get(at)
         if known is None or known[0] is not block.table:
-            known = self.tables[at] = block.table, torch.from_numpy(block.table)
+            with torch.inference_mode(False):  # whoever asked first
+                known = self.tables[at] = block.table, torch.from_numpy(block.table)
         return known[1]
 
     def view(self, layers: tuple[int, ...]) -> "HFView":
