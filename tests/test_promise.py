@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from contracts import request
@@ -16,7 +15,7 @@ from written import Weather, adaptive, costs, drive, linear, trace
 from outrider.bench.replay import Trace
 from outrider.control import controller as controllers
 from outrider.control import rows
-from outrider.control.accounts import LONG, SETTLED, THOUGHTS, Accounts, Held
+from outrider.control.accounts import LONG, SETTLED, Held
 from outrider.control.controller import EARN, Adaptive
 from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.rows import awake
@@ -162,51 +161,6 @@ def test_what_is_earned_is_more_than_what_waking_takes() -> None:
         controller.accounts.thinking = thinking
         controller._earn(1e-6, page)
         assert controller.asleep == pytest.approx(least, abs=1)
-
-
-def test_what_is_not_settled_yet_is_known_nearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are settled several at a time; what may be spent meanwhile is what settling them at once would leave. A machine that goes at one pace."""
-    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.7 if t // 30 % 2 else 0.0}, length=600)
-    controller, rooms, late = adaptive(of), list[tuple[float, float]](), Adaptive._room
-
-    def room(self: Adaptive, seqs: list[Any], page: Any) -> float:
-        before = late(self, seqs, page)
-        self._settle()
-        rooms.append((before, late(self, seqs, page)))
-        return before
-
-    drive(of, controller)
-    held: list[int] = []
-    settle = Accounts.settle
-    monkeypatch.setattr(Accounts, "settle", lambda self, *how, **more: held.append(self.thoughts) or settle(self, *how, **more))
-    drive(of, controller)
-    assert max(held) == THOUGHTS, "several at a time"
-    monkeypatch.setattr(Adaptive, "_room", room)
-    drive(of, controller)
-    assert len(rooms) > 100 and all(abs(before - after) < 0.2 for before, after in rooms)
-
-
-def test_what_one_request_has_earned_is_not_for_another_to_spend() -> None:
-    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.8}, length=60)
-    (records,) = drive(of, controller := adaptive(of))
-    rich, poor = ([SimpleNamespace(request=SimpleNamespace(id=name))] for name in ("rich", "poor"))
-    controller.accounts.held = [Held(rich, replace(records[-1], requests=("rich",)), None, (), True)]
-    controller.accounts.unsettled, controller.ledger.credit["poor"] = -30.0, 0.0
-    page = controller.page
-    assert controller._room(poor, page) == pytest.approx((1 + ALLOWANCE) * page.owed / (page.plain * page.spread))
-    assert not controller.accounts.held and controller.ledger.credit["rich"] > 0
-
-
-def test_a_hold_up_that_is_not_charged_refuses_nobody() -> None:
-    """A step that was thought about and verified nothing takes twenty times as long: plain decoding would have, too."""
-    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.05}, length=60)
-    (records,) = drive(of, controller := adaptive(of))
-    asked = next(r for r in records if r.levels and not any(r.drafted))
-    slow = replace(asked, reading=replace(asked.reading, seconds=asked.reading.seconds + 20.0), seconds={**asked.seconds, "score": 21.0})
-    seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
-    before = controller._room(seqs, page := controller.page)
-    controller.accounts.hold(Held(seqs, replace(slow, requests=("z",)), controller.step, (), True), page)
-    assert controller._room(seqs, page) == pytest.approx(before, abs=0.2)
 
 
 def test_the_ledger() -> None:

@@ -53,9 +53,7 @@ class Accounts:
         if any(record.drafted):
             self.unsettled += _own(record) - earns * min(record.emitted)
         else:  # charged by its own clock, but for what was thought and drafted
-            beside = drafting_of(record) + sum([record.seconds.get(stage, 0.0) for stage in ("draft", "jit") if record.levels])
-            beside += max(record.seconds.get("choose", 0.0) - self.quickest, 0.0)
-            self.unsettled += page.owed + beside - earns * (1.0 if held.calm else min(page.steady, 1.0))
+            self.unsettled += page.owed + self._aside(record) - earns * (1.0 if held.calm else min(page.steady, 1.0))
         return self.thoughts >= THOUGHTS or len(self.held) >= LONG
 
     def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], *, guarded: bool) -> None:
@@ -123,13 +121,17 @@ class Accounts:
         """Seconds of thinking and drafting: what a step in which nothing was verified would not have taken in plain decoding."""
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
-        thinking = choosing - self.quickest
+        if record.levels:
+            thinking = choosing - self.quickest + record.seconds.get("draft", 0.0)
+            self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
+        return self._aside(record)
+
+    def _aside(self, record: StepRecord) -> float:
+        """The same, and nothing is learned of it."""
+        thinking = max(record.seconds.get("choose", 0.0) - self.quickest, 0.0)
         if not record.levels:
             return thinking
-        thinking += record.seconds.get("draft", 0.0)
-        self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
-        thinking += record.seconds.get("jit", 0.0)  # a plan's first code, too
-        return drafting_of(record) + thinking
+        return thinking + record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) + drafting_of(record)  # a plan's first code, too
 
 
 def _own(record: StepRecord) -> float:
