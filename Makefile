@@ -8,7 +8,7 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
 RECIPE ?= recipes/reference-cpu.toml
 DATA ?= ../shared/data
 
-.PHONY: demo test test-slow test-gpu bench bench-wide bench-gpu lint size mutants train clean
+.PHONY: demo test test-slow test-native test-gpu bench bench-wide bench-gpu native lint size mutants train clean
 
 demo: $(VENV)/ready
 	$(BIN)/outrider demo
@@ -19,12 +19,16 @@ test: $(VENV)/ready lint
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
 
+# Suites that put nothing of their own in the place of the house's modules, on those in machine code.
+test-native: native
+	OUTRIDER_HOST= $(BIN)/python -m pytest -n auto $(patsubst %,tests/test_%.py,bad_input bench best_first cli door drafters exits laws models own_program speculation)
+
 test-gpu: $(VENV)/ready
 	$(PIP) install -q "nvidia-ml-py"
 	$(BIN)/python -m pytest -m gpu
 
 # Rewrites docs/results on this machine (about twenty minutes; tables of docs/performance.md and docs/scheduling.md).
-bench: $(VENV)/ready
+bench: $(VENV)/ready native
 	$(BIN)/outrider bench speed
 	$(BIN)/outrider bench strict
 	$(BIN)/outrider bench start
@@ -33,17 +37,21 @@ bench: $(VENV)/ready
 	$(BIN)/outrider bench guarantee
 
 # The reference target four times as wide (0.37 B parameters, 0.7 GB), the same text at the cost of a larger model (an hour or so).
-bench-wide: $(VENV)/ready
+bench-wide: $(VENV)/ready native
 	test -f .train/reference-wide4/tokenizer.json || $(BIN)/outrider bench widen .train/reference-wide4
 	$(BIN)/outrider bench speed --target .train/reference-wide4 --name speed-wide4
 	$(BIN)/outrider bench schedule --rounds 1 --target .train/reference-wide4 --name schedule-wide4
 
 # The same tables on a CUDA GPU, with the energy that its driver counts and how often a step waits for it, into docs/results/gpu.
-bench-gpu: $(VENV)/ready
+bench-gpu: $(VENV)/ready native
 	$(PIP) install -q "nvidia-ml-py"
 	$(BIN)/outrider bench speed --device cuda --out docs/results/gpu
 	$(BIN)/outrider bench schedule --device cuda --rounds 2 --out docs/results/gpu
 	$(BIN)/outrider bench synthetic --device cuda --shape 8b --compile --contexts 128,2048,8192 --out docs/results/gpu
+
+# The host's part of a step in machine code, for these sources: what a second start would begin (two minutes).
+native: $(VENV)/ready
+	$(BIN)/python -m outrider.runtime.native_builder
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check outrider tests

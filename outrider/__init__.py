@@ -7,12 +7,15 @@ out = rt.generate("def fib(n):", max_tokens=64)
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.errors import OutriderError
+from outrider.runtime.native import host
 
 if TYPE_CHECKING:
     from outrider import reference
     from outrider.core.types import SamplingParams
     from outrider.runtime.assemble import load
     from outrider.runtime.door import Chunk, Generation, Runtime
+
+host.find()
 
 __version__ = "0.1.0"
 __all__ = ["Chunk", "Generation", "OutriderError", "Runtime", "SamplingParams", "load", "reference"]

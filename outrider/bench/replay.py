@@ -237,21 +237,15 @@ class _Guesser:
         return tree.run(draft, place, tokens[done:upto], source, scores[done:upto]) if upto > done else draft
 
 
-class _Replaying(Engine):
+def _as_greedy(seqs: list[Sequence]) -> Settings:
     """Takes what was written down, however it was sampled: to the controller it was sampled, and costs what sampled steps do."""
-
-    def _settings(self, seqs: list[Sequence]) -> Settings:
-        if self.settings is None or self.settings.seqs != seqs:
-            made = super()._settings(seqs)
-            self.settings, self.rule = replace(made, greedy=np.ones(len(seqs), bool), all_greedy=True, raw=True), "greedy"
-            self.facts = self.facts[0]._replace(raw=True), self.facts[1]._replace(raw=True)
-        return self.settings
+    return replace(Settings.of(seqs), greedy=np.ones(len(seqs), bool), all_greedy=True, raw=True)
 
 
 def engine_of(trace: Trace, world: World, controller: Controller, at_once: tuple[str, ...] = ("lookup",)) -> Engine:
     """The real engine over a trace."""
-    engine = _Replaying(_Target(world), {name: _Guesser(name, world, name in at_once) for name in trace.drafters}, controller, 1)
-    engine.now = world.now
+    engine = Engine(_Target(world), {name: _Guesser(name, world, name in at_once) for name in trace.drafters}, controller, 1)
+    engine.now, engine.read = world.now, _as_greedy
     return engine
 
 

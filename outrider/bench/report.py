@@ -12,6 +12,7 @@ import transformers
 
 import outrider
 from outrider.measure.machine import processor
+from outrider.runtime.native import host
 
 
 def provenance() -> dict[str, Any]:
@@ -19,7 +20,7 @@ def provenance() -> dict[str, Any]:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]), "machine": processor(), "system": platform.platform(),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
+        "threads": torch.get_num_threads(), "host": host.tier, "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
         "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
     }  # fmt: skip
 

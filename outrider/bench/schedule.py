@@ -202,12 +202,18 @@ def _calibration(taped: replay.Trace, rows: list[dict[str, Any]]) -> dict[str, d
     return out
 
 
-class Slow(ModelDrafter):
-    """A draft model that takes SLOWER times as long as it would."""
+class Slow:
+    """A drafter that takes SLOWER times as long as another, which it is otherwise."""
 
-    def extend(self, seqs: list[Sequence], draft: Draft, *how: Any, **more: Any) -> Draft:
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def extend(self, *how: Any, **more: Any) -> Draft:
         start = time.perf_counter()
-        out = super().extend(seqs, draft, *how, **more)
+        out: Draft = self.drafter.extend(*how, **more)
         end = time.perf_counter() + (SLOWER - 1) * (time.perf_counter() - start)
         while time.perf_counter() < end:
             pass
@@ -231,7 +237,7 @@ def guarantee(count: int = 1, max_tokens: int = 256, rounds: int = 7, progress: 
         )
         useless = outrider.load(target, [ModelDrafter(blind, "random", spec.vocab_size)], **settings, profile="off")
         slow_part = usual.engine.drafters["model"]
-        slow = outrider.load(target, [Slow(slow_part.model, "slow", spec.vocab_size)], **settings, profile="off")  # type: ignore[attr-defined]
+        slow = outrider.load(target, [Slow(ModelDrafter(slow_part.model, "slow", spec.vocab_size))], **settings, profile="off")  # type: ignore[attr-defined]
         cases = {"random weights": (useless, 0), f"{SLOWER}x slower": (slow, 0), "open-ended, T = 1": (usual, 1)}
         for case, (rt, open_ended) in cases.items():
             for sampled in (False, True):  # as `outrider.load` does when nobody waits

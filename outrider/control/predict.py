@@ -148,7 +148,10 @@ class Tage:
     The base tells drafters, depths and scores apart; the tables, these and the last 2, 4, 8 or 16 verdicts.
     """
 
-    LENGTHS, SIZE, TAGS, CONFIDENT = (2, 4, 8, 16), 256, 1 << 10, 6
+    LENGTHS = (2, 4, 8, 16)
+    SIZE = 256
+    TAGS = 1 << 10
+    CONFIDENT = 6
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         state = state or {}

@@ -94,7 +94,7 @@ class Starts:
         if known != self.known:
             steps = [r for s in seqs for r in s.records[-AHEAD:]]
             took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
-            self.known, self.lately = known, (LIKE + sum([sum(r.emitted) for r in steps])) / (LIKE / self.rate + took / plain)
+            self.known, self.lately = known, (sum([sum(r.emitted) for r in steps], LIKE)) / (LIKE / self.rate + took / plain)
         return self.lately
 
     def _try_anyway(self, step: Step, name: str, wait: float) -> bool:

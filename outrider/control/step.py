@@ -43,7 +43,7 @@ class Step:
         if not frontier or (self.trial and level >= PROBED):
             return []
         survival = self.survivals(draft)
-        have, nodes = rows + sum(survival), max([draft.row.count(r) for r in range(rows)])
+        have, nodes = sum(survival, float(rows)), max([draft.row.count(r) for r in range(rows)])
         cost = self.spent + page.verify[min(nodes, DEEPEST)]
         left = self._left(draft, survival, frontier)
         reach = sum(

@@ -14,23 +14,6 @@ from outrider.core.types import Limits, SamplingParams
 RULES = ("exact", "coupled")
 
 
-def cache_place() -> Path:
-    """Where what was built and measured is kept between processes: OUTRIDER_CACHE, or ~/.cache/outrider."""
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").absolute()
-
-
-def cache_folder() -> Path:
-    """The same, and it is there. Raises OutriderError where nothing can be kept."""
-    folder, why = cache_place(), "it cannot be written to"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    except OSError as bad:
-        why = bad.strerror or str(bad)
-    raise OutriderError(f"the cache folder {folder} is of no use", why, "OUTRIDER_CACHE=FOLDER, of one that can be written to")
-
-
 def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
     """The error for an unknown name."""
     names = sorted(known)
@@ -46,8 +29,7 @@ def _must(ok: bool, what: str, remedy: str) -> None:
 
 def _number(settings: SamplingParams, name: str) -> None:
     value = getattr(settings, name)
-    kind = next(f.type for f in fields(settings) if f.name == name)
-    whole = kind in (int, "int", int | None)
+    whole = not isinstance(next(f.default for f in fields(settings) if f.name == name), float)
     good = isinstance(value, int) if whole else isinstance(value, (int, float))
     _must(good and not isinstance(value, bool) and math.isfinite(value), f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
 

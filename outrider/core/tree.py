@@ -67,8 +67,8 @@ def grow(
     """
     if len(token) == 1 and q is None and isinstance(token, list):
         return _one_more(draft, parent[0], token[0], source, kind, score if isinstance(score, float) else score[0])
-    parents, tokens = [int(p) for p in parent], [int(t) for t in token]
-    scores = [float(score)] * len(tokens) if isinstance(score, (int, float)) else [float(x) for x in score]
+    parents, tokens = list(map(int, parent)), list(map(int, token))
+    scores = [float(score)] * len(tokens) if isinstance(score, (int, float)) else list(map(float, score))
     sources, new = draft.source, list(range(len(tokens)))
     if kind == POINT and len(draft):
         known = {(p, t): i for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)) if k == POINT}
@@ -77,7 +77,7 @@ def grow(
         if len(new) < len(twins):
             gained = {twin for twin in twins if twin >= 0}
             sources = [s | source if i in gained else s for i, s in enumerate(sources)]
-    offset = 0 if draft.q is None else len(draft.q)
+    offset, its_q = 0 if draft.q is None else len(draft.q), [] if q_row is None else list(map(int, q_row))
     return Draft(
         draft.rows,
         draft.token + [tokens[i] for i in new],
@@ -86,7 +86,7 @@ def grow(
         draft.depth + [1 if (p := parents[i]) < 0 else draft.depth[p] + 1 for i in new],
         sources + [source] * len(new),
         draft.kind + [kind] * len(new),
-        draft.q_row + ([-1] * len(new) if q_row is None else [int(q_row[i]) + offset if q_row[i] >= 0 else -1 for i in new]),
+        draft.q_row + ([its_q[i] + offset if its_q[i] >= 0 else -1 for i in new] if its_q else [-1] * len(new)),
         draft.score + [scores[i] for i in new],
         q if draft.q is None else draft.q if q is None else cat([draft.q, q.to(draft.q.device)]),
     )

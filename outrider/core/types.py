@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +25,7 @@ MAX_NODES = 64  # draft nodes of a row in one step; caches keep this much scratc
 AHEAD = 4  # tokens of a chain that are drafted on a device before the host waits for it
 
 
+@mypyc_attr(native_class=False)  # what users write is checked by `core.config`, not by its types
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. Defaults are greedy. Checked by `core.config.check_sampling`.
@@ -53,6 +55,7 @@ class SamplingParams:
 Cut = Callable[[list[int], list[int]], int | None]
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a request asks of its own speculation. `most`: drafted tokens a step (None: no cap of its own); `least`: fewer
@@ -224,7 +227,7 @@ class StepRecord:
     Per row: request id, committed length before the step, nodes sent to verification, accepted nodes, emitted tokens,
     discarded tokens, nodes drafted and then left out (`trimmed`). `seconds`: per stage; `draft NAME` is one drafter's.
     `reason`: a code for why the plan was what it was. By model: `forward`, the seconds its forwards took, which stages
-    include; `tiers`, what served its last one (compiled, or eager and why). `levels`: per drafter, how deep it was let
+    include; `tiers`, what served its last one (compiled, or eager and why; `step`: interpreted or generated code; `host`: native, or Python and why). `levels`: per drafter, how deep it was let
     go. `draft`: all that was drafted, without distributions; `kept`: which of its nodes were verified; `tokens`: what
     came out, per row.
     """

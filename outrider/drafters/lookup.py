@@ -6,6 +6,8 @@ certain of what it proposes and samples nothing.
 
 from dataclasses import dataclass, field
 
+from mypy_extensions import mypyc_attr
+
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
@@ -36,6 +38,7 @@ class _State:
         return sure(cursor.depth) if len(cursor.places) == 1 else self.index.follow(cursor, 1)[1][0]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Lookup:
     """A Drafter over an index per request. `least`: shortest match that may be worth a guess; `cap`: longest looked for; `floor`: chance
     of its first token below which there is no guess. The score of a proposal is its chance, by the index.

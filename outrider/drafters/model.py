@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, Outcome,
 MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, so that addresses of noise never meet
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ModelDrafter:
     """A Drafter over any Model. Rows that would outgrow the model's context get no proposal.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from outrider.core.config import cache_folder
+from outrider.core.cache import cache_folder
 
 SIDE, COUNT = 1024, 12  # the products timed: COUNT square matrices of SIDE, more than fits near one core
 ROUNDS = 6  # times that every dtype is timed, in turn, so that what else the machine does meets all of them; the shortest counts

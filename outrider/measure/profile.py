@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from outrider.core.config import cache_folder, cache_place
+from outrider.core.cache import cache_folder, cache_place
 from outrider.core.errors import OutriderError
 from outrider.measure.machine import processor
 

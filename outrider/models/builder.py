@@ -1,6 +1,5 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from outrider.core.cache import step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
@@ -90,19 +90,11 @@ def _independent(program: torch.export.ExportedProgram) -> bool:
     return True
 
 
-def _step_back() -> None:
-    """Run only when nobody else wants to, as far as the system lets a process say so."""
-    os.nice(19)
-    with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        Path("/proc/self/autogroup").write_text("19")  # a session of its own would else weigh as much as any other
-
-
 def main(spec: str, folder: str) -> None:
     """The builder's process."""
     given = json.loads(spec)
     recipe = Recipe(**{**given, "frozen": tuple(given["frozen"])})
-    _step_back()
+    step_back()
     torch.set_num_threads(recipe.threads)
     try:
         step = load.wrap(load.load_module(Path(recipe.folder), recipe.dtype), "built", "", rows=1, context=256, tokens=recipe.vocab).step

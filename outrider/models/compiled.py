@@ -15,18 +15,15 @@ import logging
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import transformers
 from torch import Tensor
 
-from outrider.core.config import cache_folder
+from outrider.core.cache import cache_folder, held, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.package import Package, seconds_of, seconds_of_each
@@ -105,6 +102,11 @@ class Compiled:
     def _file(self, shape: str) -> Path:
         return self.folder / f"{shape}.pt2"
 
+    @property
+    def building(self) -> bool:
+        """Are packages still to be built?"""
+        return self.reason == "eager:building" and not self._whole()
+
     def _whole(self) -> bool:
         return all(self._file(shape).exists() for shape in SHAPES)
 
@@ -114,7 +116,7 @@ class Compiled:
         if self._whole() or self.reason != "eager:building":
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._failed() and not _held(self.folder / "lock"):
+        if not self._failed() and not held(BUILDER, self.folder):
             start_builder(self.recipe, self.folder)
 
     def _failed(self) -> bool:
@@ -219,7 +221,7 @@ class Compiled:
         while len(self.packages) < len(SHAPES) and self.reason == "eager:building":
             if time.monotonic() > end:
                 raise OutriderError(f"steps of {self.recipe.folder} are not built after {WAIT} s", str(self.folder), "compile='off'")
-            if not _held(self.folder / "lock"):  # its builder is gone: what is there now is all there will be
+            if not held(BUILDER, self.folder):  # its builder is gone: what is there now is all there will be
                 self.look()
                 if len(self.packages) < len(SHAPES) and self.reason == "eager:building":
                     self.reason = "eager:builder-died"
@@ -233,27 +235,9 @@ def _say_once(line: str) -> None:
     log.warning(line)
 
 
-def _held(lock: Path) -> bool:
-    """Is a living process building, of the number that stands there?"""
-    try:
-        process = psutil.Process(int(lock.read_text()))
-        return BUILDER in process.cmdline()  # numbers are given again, and one that has ended and is not forgotten has none
-    except (OSError, ValueError, psutil.Error):
-        return False
-
-
 def start_builder(recipe: Recipe, folder: Path) -> None:
     """Build both packages in another process of low priority, which outlives this one."""
-    spec = json.dumps(dataclasses.asdict(recipe))
-    with open(folder / "log", "ab") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", BUILDER, spec, str(folder)],
-            stdout=out,
-            stderr=out,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    (folder / "lock").write_text(str(child.pid))
+    start(BUILDER, json.dumps(dataclasses.asdict(recipe)), str(folder), folder=folder)
 
 
 def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:

@@ -25,6 +25,7 @@ from outrider.models.step import Step
 
 LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
+SHARED = "chunk store rows device dtype far numbers reads tables one_logit pinned".split()  # of a model and its views
 STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
 
@@ -208,7 +209,8 @@ class HFView(HFModel):
             raise OutriderError(
                 f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers"
             )
-        self.__dict__.update(owner.__dict__)
+        for name in SHARED:
+            setattr(self, name, getattr(owner, name))
         self.module = with_layers(owner.module, layers)
         self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)

@@ -33,6 +33,7 @@ from outrider.models.vocab import check_pair
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
+from outrider.runtime.native import host
 from outrider.runtime.profiler import Keeper
 
 DRAFTERS = {
@@ -85,6 +86,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         made["source"] = of_file(Path(s.program), parts)
     if s.compile == "wait":
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))], s.strict)
+    if s.compile != "off" and not getattr(model.compiled, "building", False):
+        host.ask()  # after its steps, which gain more
     if s.strict:
         model.pin()
     sizes: dict[str, Any] = {**held, "rss": psutil.Process().memory_info().rss}

@@ -21,6 +21,7 @@ from outrider.core.sockets import Controller, Drafter, Model
 from outrider.core.types import TARGET, Draft, Limits, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
 from outrider.runtime.ending import cut
+from outrider.runtime.native import host
 
 NO_LIMITS = Limits()
 RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
@@ -42,7 +43,7 @@ class Engine:
         self.heard: list[Drafter] = []  # drafters that may guess for one of the batch
         self.off = False  # there are drafters, and the whole batch wants none: nothing is decided, learned or kept
         self.ring: deque[StepRecord] = deque(maxlen=RING)
-        self.now = time.perf_counter  # a replay has a clock of its own
+        self.now, self.read = time.perf_counter, Settings.of  # a replay has a clock of its own, and takes what is sampled for greedy
         timed: dict[str, Any] = {TARGET: target, **{name: getattr(part, "model", None) for name, part in drafters.items()}}
         self.meters = {name: model.meter for name, model in timed.items() if hasattr(model, "meter")}
 
@@ -127,7 +128,7 @@ class Engine:
     def _settings(self, seqs: list[Sequence]) -> Settings:
         """Those of the batch, and what code may take for granted of it: looked at anew only when its members change."""
         if self.settings is None or self.settings.seqs != seqs:
-            made = self.settings = Settings.of(list(seqs))
+            made = self.settings = self.read(list(seqs))
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
             self.rule = drawn[0] if drawn else "greedy"
             free = all(s.request.drafters is None and s.request.limits == NO_LIMITS for s in seqs)
@@ -175,7 +176,7 @@ class Engine:
             reading=Reading(clock.last - clock.start, None, "none", "wall clock of the step"),
             reason=done.reason,
             forward={name: meter.take() for name, meter in self.meters.items()},
-            tiers={"step": tier, **{name: meter.tier for name, meter in self.meters.items()}},
+            tiers={"host": host.tier, "step": tier, **{name: meter.tier for name, meter in self.meters.items()}},
             trimmed=none if draft is full else tuple([full.row.count(r) - draft.row.count(r) for r in range(len(seqs))]),
             levels=done.levels,
             draft=full if full.q is None else replace(full, q=None),

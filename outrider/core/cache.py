@@ -1,0 +1,56 @@
+"""What is kept on disk between processes, and the processes of low priority that build it. Imported before anything else: what takes long to
+import is imported where it is needed."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from outrider.core.errors import OutriderError
+
+
+def cache_place() -> Path:
+    """Where what was built and measured is kept between processes: OUTRIDER_CACHE, or ~/.cache/outrider."""
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").absolute()
+
+
+def cache_folder() -> Path:
+    """The same, and it is there. Raises OutriderError where nothing can be kept."""
+    folder, why = cache_place(), "it cannot be written to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError as bad:
+        why = bad.strerror or str(bad)
+    raise OutriderError(f"the cache folder {folder} is of no use", why, "OUTRIDER_CACHE=FOLDER, of one that can be written to")
+
+
+def start(builder: str, *given: str, folder: Path) -> None:
+    """Run the module `builder` in another process, which outlives this one. Its number stands in `lock`, what it says in `log`."""
+    import subprocess
+
+    with open(folder / "log", "ab") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", builder, *given], stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+        )  # fmt: skip
+    (folder / "lock").write_text(str(child.pid))
+
+
+def held(builder: str, folder: Path) -> bool:
+    """Is a living process building, of the number that stands in `lock`?"""
+    import psutil
+
+    try:
+        process = psutil.Process(int((folder / "lock").read_text()))
+        return builder in process.cmdline()  # numbers are given again, and one that has ended and is not forgotten has none
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def step_back() -> None:
+    """Run only when nobody else wants to, as far as the system lets a process say so."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed
+        os.nice(19)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        Path("/proc/self/autogroup").write_text("19")  # a session of its own would else weigh as much as any other

@@ -1,0 +1,101 @@
+"""The process that builds the host's part: `python -m outrider.runtime.native_builder`, of low priority, started by `native`, or by who does
+not want to wait for the start after the next.
+
+Invariant: what was built is used only after it wrote the texts that Python writes (`witness`).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from outrider.control.fixed import fixed
+from outrider.core import cache
+from outrider.core.types import Plan, Request, SamplingParams
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import ModelDrafter
+from outrider.models.toy import ToyModel
+from outrider.runtime.engine import Engine
+from outrider.runtime.native import HERE, SWITCH, place, sources
+
+KEPT = 3  # builds, the latest: sources are edited
+TYPES = """[mypy]
+ignore_missing_imports = True
+follow_imports = silent
+[mypy-torch.*,transformers.*]
+follow_imports = skip
+"""  # torch is called as Python calls it: nothing is to be gained by reading its types, and minutes to be lost
+MAKE = """import sys
+from mypyc.build import mypycify
+from setuptools import setup
+made = mypycify(["--config-file=types.ini", *sys.argv[1:]], opt_level="2")
+setup(name="host", packages=[], script_args=["build_ext", "-b", "built"], ext_modules=made)
+"""
+VOCAB = 13
+
+
+def build(folder: Path) -> None:
+    """Build all modules into folder/built, which is there when it is whole and agrees with Python. Raises RuntimeError where that is not so."""
+    work = folder / f"work.{os.getpid()}"
+    try:
+        shutil.copytree(HERE, work / HERE.name, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+        (work / "types.ini").write_text(TYPES)
+        _run([sys.executable, "-c", MAKE, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
+        told = [_run([sys.executable, "-m", __spec__.name, "witness"], {SWITCH: host}) for host in ("python", str(work / "built"))]
+        if told[0] != told[1]:
+            raise RuntimeError("what was built writes other texts than Python")
+        (work / "built").replace(folder / "built")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _run(command: list[str], environment: dict[str, str], cwd: Path | None = None) -> str:
+    """What a process says. Raises RuntimeError with its last words where it fails."""
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise RuntimeError(said[-1] if said else f"ended with {done.returncode}")
+    return done.stdout
+
+
+def witness() -> list[list[int]]:
+    """Texts of a table model, greedy and by both rules, with both kinds of drafters: the same, whoever runs the loop."""
+    texts = []
+    for rule, temperature, width in (("coupled", 0.0, 2), ("coupled", 0.8, 2), ("exact", 0.8, 1)):
+        target, small = (ToyModel(VOCAB, 1, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))
+        told = fixed(Plan((("lookup", 3, 1), ("small", 2, width))))
+        engine = Engine(target, {"lookup": Lookup(), "small": ModelDrafter(small, "small", VOCAB)}, told, 2)
+        params = SamplingParams(temperature=temperature, max_tokens=40)
+        seqs = [engine.submit(Request(str(n), (1, 2 + n, 3), params, n, rule)) for n in range(3)]
+        while engine.step():
+            pass
+        texts += [seq.tokens for seq in seqs]
+    return texts
+
+
+def main(folder: Path) -> None:
+    """Build what is not there yet."""
+    if (folder / "built").is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lock").write_text(str(os.getpid()))
+    try:
+        build(folder)
+        (folder / "failed").unlink(missing_ok=True)
+        for old in sorted(folder.parent.iterdir(), key=lambda f: f.stat().st_mtime)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    except Exception as failed:
+        (folder / "failed").write_text(str(failed), "utf-8")
+        raise
+    finally:
+        (folder / "lock").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["witness"]:
+        print(witness())
+    else:
+        cache.step_back()
+        main(place())

@@ -1,0 +1,186 @@
+"""The host's part in machine code: found only if built from these very sources, built by one process at a time, used only if it agrees with Python."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from outrider.core import cache
+from outrider.runtime import native, native_builder
+from outrider.runtime.native import Finder, Host
+
+TESTS = Path(__file__).parent
+BUILT = "core/tree" + EXTENSION_SUFFIXES[0]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The folder that these sources have in a cache of this test's own; nothing is there, and nothing was said of it in the environment."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(native.SWITCH)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return native.place()
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[Path]:
+    """The folders that builders were started for; none is."""
+    folders: list[Path] = []
+    monkeypatch.setattr(cache, "start", lambda builder, *given, folder: folders.append(folder))
+    return folders
+
+
+def asked() -> str:
+    """The tier of a process that looks, and asks for what it does not find."""
+    host = Host()
+    host.find()
+    host.ask()
+    return host.tier
+
+
+def test_a_changed_source_has_another_place(place, tmp_path, monkeypatch):
+    """Whatever module is edited: what was built of it before is not found."""
+    for file in native.sources():
+        copied = tmp_path / "copy" / file.relative_to(native.HERE)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(file.read_bytes())
+    monkeypatch.setattr(native, "HERE", tmp_path / "copy")
+    assert native.place() == place
+    for file in native.sources():
+        before = file.read_bytes()
+        file.write_bytes(before + b"\n")
+        assert native.place() != place, file
+        file.write_bytes(before)
+
+
+def test_modules_are_found_where_they_were_built_and_nowhere_else(place):
+    (file := place / "built" / "outrider" / BUILT).parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    finder = Finder(place / "built")
+    spec = finder.find_spec("outrider.core.tree")
+    assert spec is not None and spec.origin == str(file)
+    assert finder.find_spec("outrider.core.types") is None and finder.find_spec("tree") is None
+    host = Host()
+    host.find()
+    assert host.tier == "native" and isinstance(sys.meta_path[0], Finder)
+
+
+def test_python_can_be_asked_for(place, started, monkeypatch):
+    (place / "built").mkdir(parents=True)
+    monkeypatch.setenv(native.SWITCH, "python")
+    assert asked() == "python:off" and started == [] and not isinstance(sys.meta_path[0], Finder)
+
+
+def test_what_is_not_there_is_built_by_one_process(place, started, monkeypatch):
+    assert asked() == "python:building" and started == [place]
+    monkeypatch.setattr(cache, "held", lambda builder, folder: folder == place)
+    assert asked() == "python:building" and started == [place]
+    (place / "built").mkdir()
+    host = Host()  # it looked before that was there
+    host.ask()
+    assert host.tier == "python:until-next-start" and started == [place]
+
+
+def test_without_a_compiler_nothing_is_begun(place, started, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert asked() == "python:no-compiler" and started == []
+
+
+def test_what_failed_is_said_and_tried_again_after_an_hour(place, started, caplog):
+    place.mkdir(parents=True)
+    (place / "failed").write_text("gcc has no mood")
+    assert asked() == "python:not-compiled" and started == []
+    assert "gcc has no mood" in caplog.text and str(place / "log") in caplog.text
+    long_ago = time.time() - native.AGAIN - 1
+    os.utime(place / "failed", (long_ago, long_ago))
+    assert asked() == "python:building" and started == [place]
+
+
+@pytest.mark.parametrize("wrong", ["build", "import", "texts"])
+def test_what_cannot_be_built_or_differs_is_not_kept(place, monkeypatch, wrong):
+    def run(command: list[str], environment: dict[str, str], cwd: Path | None = None) -> str:
+        if cwd:
+            (cwd / "built").mkdir()
+        native_now = environment.get(native.SWITCH, "python") != "python"
+        if (wrong == "build" and cwd) or (wrong == "import" and native_now):
+            raise RuntimeError("it fell over")
+        return "[[1]]" if wrong == "texts" and native_now else "[[2]]"
+
+    monkeypatch.setattr(native_builder, "_run", run)
+    with pytest.raises(RuntimeError):
+        native_builder.main(place)
+    assert [file.name for file in place.iterdir()] == ["failed"]
+    assert ("other texts" if wrong == "texts" else "it fell over") in (place / "failed").read_text()
+
+
+def test_what_agrees_is_kept_and_the_oldest_builds_go(place, monkeypatch):
+    for age, name in enumerate("abcd"):
+        (folder := place.parent / name).mkdir(parents=True)
+        os.utime(folder, (1000 - age, 1000 - age))
+    monkeypatch.setattr(native_builder, "_run", lambda command, environment, cwd=None: (cwd / "built").mkdir() if cwd else "[[2]]")
+    native_builder.main(place)
+    assert [file.name for file in place.iterdir()] == ["built"]
+    assert {folder.name for folder in place.parent.iterdir()} == {place.name, "a", "b"}
+
+
+def test_a_process_that_fails_is_told_by_its_last_words():
+    with pytest.raises(RuntimeError, match="^cc1: no$"):
+        native_builder._run([sys.executable, "-c", "import sys; print('much'); sys.exit('cc1: no\\n')"], {})
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        native_builder._run([sys.executable, "-c", "raise SystemExit(3)"], {})
+
+
+def test_the_witness_hangs_on_rule_and_seed():
+    greedy, coupled, exact = (native_builder.witness()[i : i + 3] for i in (0, 3, 6))
+    assert native_builder.witness() == [*greedy, *coupled, *exact]
+    assert greedy != coupled != exact and len({tuple(text) for text in coupled}) == 3
+
+
+DECIDES = """
+import json, sys
+import outrider.core.tree
+from written import adaptive, costs, drive, linear, trace
+out = []
+for seed in range(6):
+    of = trace(seed, costs(linear(0.05), {"lookup": linear(0.0, 0.05), "model": linear(0.2, 0.1)}),
+               {"lookup": lambda t, d: 0.8 if t // 40 % 2 else 0.1, "model": lambda t, d: 0.7 ** d}, texts=3, length=300)
+    for records in drive(of, adaptive(of)):
+        out += [(r.reason, [list(one) for one in r.plan.drafters], list(r.drafted), list(r.kept)) for r in records]
+print(json.dumps([outrider.core.tree.__file__, out]))
+"""
+TEXTS = """
+import json, sys
+import numpy as np
+import outrider
+from outrider import OutriderError, reference
+rt = outrider.load(reference.target(), ["lookup", f"model:{reference.draft()}"], compile="off", dtype="float32", rows=2, profile="off")
+hows = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 4, "logprobs": 2}, {"repetition_penalty": 1.2}]
+out = [rt.generate("Once there was a fox", max_tokens=60, **how).tokens for how in hows]
+wrong = [{"temperature": "hot"}, {"top_k": 1.5}, {"stop": [1]}, {"max_tokens": 0}, {"seed": "x"}, {"speculation": {"n_max": "many"}}]
+for how in wrong:
+    try:
+        rt.generate("Once", **how)
+        out.append("taken")
+    except OutriderError as error:
+        out.append([error.what, error.try_this])
+print(json.dumps([outrider.core.tree.__file__, out]))
+"""
+
+
+@pytest.mark.slow
+def test_machine_code_decides_writes_and_refuses_as_python_does(tmp_path):
+    """Built for good: every decision of the controller on written traces, texts of the reference pair, and what it says of bad input."""
+    environment = {k: v for k, v in os.environ.items() if k != native.SWITCH} | {"OUTRIDER_CACHE": str(tmp_path), "PYTHONPATH": str(TESTS)}
+    subprocess.run([sys.executable, "-m", native.BUILDER], env=environment, check=True)
+    for script in (DECIDES, TEXTS):
+        told = {
+            host: json.loads(subprocess.run([sys.executable, "-c", script], env=environment | {native.SWITCH: host}, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+            for host in ("python", "")
+        }  # fmt: skip
+        assert told["python"][0].endswith("tree.py") and told[""][0].startswith(str(tmp_path))
+        assert len(told["python"][1]) >= 10 and told[""][1] == told["python"][1]
