@@ -28,12 +28,14 @@ MOST = 512  # plans that are remembered
 INTERPRETED, GENERATED = "interpreted", "generated"
 Step = Callable[[Parts, Now], Done]
 Stages = Sequence[Sequence[str]]
+Asked = tuple[str, int, int]  # of a drafter: depth and width
 
 
 @dataclass(slots=True)
 class Entry:
     """What runs a plan now, under which tier, and how often it did. `module`: the plan's program."""
 
+    plan: Plan
     module: Any
     run: Step
     tier: str = INTERPRETED
@@ -53,18 +55,19 @@ class Jit:
     front: Sequence[str] = FRONT
     back: Sequence[str] = BACK
     source: Callable[[str], Any] | None = None
-    known: dict[tuple[str, Plan, Facts], Entry] = field(default_factory=dict)
+    known: dict[tuple[str, tuple[Asked, ...], int, Facts], Entry] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
 
     def get(self, rule: str, plan: Plan, facts: Facts, uses: int = 1) -> Entry:
         """The step of a plan under a rule and facts, for `uses` more uses."""
-        entry = self.known.get((rule, plan, facts))
+        name = rule, plan.drafters, plan.budget, facts  # a tuple of tuples: a plan's own hash is written in Python
+        entry = self.known.get(name)
         if entry is None:
             if len(self.known) >= MOST:
                 self.known.pop(next(iter(self.known)))
             module = self.planned(rule, plan, [name for name in self.back if name != "lower"])
             one = programs(module)[0]
-            entry = self.known[rule, plan, facts] = Entry(module, lambda parts, now: interpret(one, parts, now))
+            entry = self.known[name] = Entry(plan, module, lambda parts, now: interpret(one, parts, now))
         entry.uses += uses
         if entry.tier == INTERPRETED and self.hot is not None and entry.uses > self.hot:
             lowered = Pipeline([Lower()], each=False).run(entry.module)

@@ -8,6 +8,7 @@ Sees records and drafts, never logits; what it returns cannot change a text.
 
 import itertools
 from collections.abc import Callable
+from typing import ClassVar
 
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
@@ -31,6 +32,8 @@ class Adaptive:
     """A Controller that learns from every step. `tables`: of its drafters, the cheapest first; `tier()`: what serves the
     target now; `slowdown`: how much slower than plain decoding a request may become; `cautious`: somebody measures drafters
     while nobody waits, so one that costs something and was never measured is not tried in a request."""
+
+    asks: ClassVar[bool] = True
 
     def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
         self.tables, self.tier, self.ledger, self.starts = tables, tier, Ledger(slowdown), Starts(tables, cautious)

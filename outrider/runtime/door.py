@@ -127,7 +127,7 @@ class Runtime:
 
         jit = self.engine.jit
         usual = Plan(tuple((name, 8, 1) for name in jit.bits)), PLAIN._replace(told=not getattr(self.engine.controller, "asks", True))
-        ran = [(entry.uses, plan, facts) for (rule, plan, facts), entry in jit.known.items() if rule == "greedy" and plan.drafters]
+        ran = [(entry.uses, entry.plan, facts) for (rule, drafters, _, facts), entry in jit.known.items() if rule == "greedy" and drafters]
         plan, facts = max(ran, key=lambda r: r[0])[1:] if ran else usual
         lowered = programs(jit.planned("greedy", plan, jit.back))[0]
         return {"program": show(jit.module("greedy")), "code": source(lowered, facts, dict(jit.bits))}
