@@ -12,9 +12,13 @@ os.environ.setdefault("OUTRIDER_HOST", "python")  # tests put parts of their own
 from outrider.measure import machine
 from outrider.models import compiled
 from outrider.runtime import profiler
+from outrider.runtime.native import host
 
 torch.set_num_threads(1)
 os.environ["OUTRIDER_CACHE"] = tempfile.mkdtemp(prefix="outrider-tests-")
+
+
+assert host.tier == ("python:off" if os.environ["OUTRIDER_HOST"] == "python" else "native"), host.tier
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from outrider.runtime import native, native_builder
 from outrider.runtime.native import Finder, Host
 
 TESTS = Path(__file__).parent
-BUILT = "core/tree" + EXTENSION_SUFFIXES[0]
+SUFFIX = EXTENSION_SUFFIXES[0]
 
 
 @pytest.fixture
@@ -35,6 +36,21 @@ def started(monkeypatch) -> list[Path]:
     return folders
 
 
+def fill(folder: Path) -> Path:
+    """Something that looks like a build, of which the library is Python that this process has already."""
+    for file in native.sources():
+        (made := folder / file.relative_to(native.HERE.parent)).parent.mkdir(parents=True, exist_ok=True)
+        made.with_name(file.stem + SUFFIX).write_bytes(b"")
+    (folder / f"0__mypyc{SUFFIX}").write_bytes(b"of another machine")
+    return folder
+
+
+@pytest.fixture
+def loadable(monkeypatch) -> None:
+    """The library of `fill` is in this process."""
+    monkeypatch.setitem(sys.modules, "0__mypyc", sys)
+
+
 def asked() -> str:
     """The tier of a process that looks, and asks for what it does not find."""
     host = Host()
@@ -43,31 +59,64 @@ def asked() -> str:
     return host.tier
 
 
-def test_a_changed_source_has_another_place(place, tmp_path, monkeypatch):
-    """Whatever module is edited: what was built of it before is not found."""
-    for file in native.sources():
-        copied = tmp_path / "copy" / file.relative_to(native.HERE)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_bytes(file.read_bytes())
-    monkeypatch.setattr(native, "HERE", tmp_path / "copy")
-    assert native.place() == place
-    for file in native.sources():
-        before = file.read_bytes()
-        file.write_bytes(before + b"\n")
-        assert native.place() != place, file
-        file.write_bytes(before)
+def test_a_changed_source_has_another_place(place, tmp_path):
+    """Whatever module is edited, or one beside it: what was built before is not found."""
+    copy = tmp_path / "copy"
+    shutil.copytree(native.HERE, copy, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+    assert native.place(copy) == place
+    for file in [*native.sources(), native.HERE / "models" / "compiled.py"]:
+        copied = copy / file.relative_to(native.HERE)
+        before = copied.read_bytes()
+        copied.write_bytes(before + b"\n")
+        assert native.place(copy) != place, file
+        copied.write_bytes(before)
 
 
-def test_modules_are_found_where_they_were_built_and_nowhere_else(place):
-    (file := place / "built" / "outrider" / BUILT).parent.mkdir(parents=True)
-    file.write_bytes(b"")
+def test_modules_are_found_where_they_were_built_and_nowhere_else(place, loadable):
+    file = fill(place / "built") / "outrider" / "core" / f"tree{SUFFIX}"
     finder = Finder(place / "built")
     spec = finder.find_spec("outrider.core.tree")
     assert spec is not None and spec.origin == str(file)
-    assert finder.find_spec("outrider.core.types") is None and finder.find_spec("tree") is None
+    assert finder.find_spec("outrider.core.cache") is None and finder.find_spec("tree") is None
     host = Host()
     host.find()
     assert host.tier == "native" and isinstance(sys.meta_path[0], Finder)
+
+
+@pytest.mark.parametrize("gone", [f"outrider/core/tree{SUFFIX}", f"0__mypyc{SUFFIX}"])
+def test_what_is_not_whole_is_not_used(place, loadable, started, caplog, gone):
+    """A module in Python among those in machine code is not what these take it for."""
+    (fill(place / "built") / gone).unlink()
+    before = list(sys.meta_path)
+    assert asked() == "python:not-loadable" and sys.meta_path == before and "not whole" in caplog.text
+
+
+def test_what_cannot_be_loaded_leaves_python(place, started, caplog):
+    """Built on another system that shares this home, say."""
+    fill(place / "built")
+    before = list(sys.meta_path)
+    assert asked() == "python:not-loadable" and sys.meta_path == before and started == []
+    assert str(place / "built") in caplog.text
+
+
+def test_what_is_in_use_is_not_the_oldest(place, loadable):
+    fill(place / "built")
+    os.utime(place, (1000, 1000))
+    assert asked() == "native" and place.stat().st_mtime > 1000
+
+
+def test_who_has_no_home_has_python(place, started, monkeypatch):
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert asked() == "python:no-cache" and started == []
+
+
+def test_a_cache_of_no_use_costs_nobody_the_model(place, started, monkeypatch, caplog):
+    """Loading goes on, in Python, and says why."""
+    (blocked := place.parents[1]).write_text("a file where the folder should be")
+    assert asked() == "python:no-cache" and started == [] and str(blocked) in caplog.text
+    monkeypatch.setenv(native.SWITCH, str(blocked / "nothing"))
+    assert asked() == "python:no-such-folder"
 
 
 def test_python_can_be_asked_for(place, started, monkeypatch):
@@ -120,12 +169,24 @@ def test_what_cannot_be_built_or_differs_is_not_kept(place, monkeypatch, wrong):
 
 def test_what_agrees_is_kept_and_the_oldest_builds_go(place, monkeypatch):
     for age, name in enumerate("abcd"):
-        (folder := place.parent / name).mkdir(parents=True)
-        os.utime(folder, (1000 - age, 1000 - age))
+        (place.parent / name / "built").mkdir(parents=True)
+        os.utime(place.parent / name, (1000 - age, 1000 - age))
+    (place.parent / "failed").mkdir()  # not a build
     monkeypatch.setattr(native_builder, "_run", lambda command, environment, cwd=None: (cwd / "built").mkdir() if cwd else "[[2]]")
     native_builder.main(place)
     assert [file.name for file in place.iterdir()] == ["built"]
-    assert {folder.name for folder in place.parent.iterdir()} == {place.name, "a", "b"}
+    assert {folder.name for folder in place.parent.iterdir()} == {place.name, "a", "b", "failed"}
+
+
+def test_one_process_builds_and_what_was_edited_meanwhile_is_not_kept(place, monkeypatch):
+    monkeypatch.setattr(cache, "held", lambda builder, folder: True)
+    place.mkdir(parents=True)
+    (place / "lock").write_text("1")
+    native_builder.main(place)
+    assert [file.name for file in place.iterdir()] == ["lock"]
+    monkeypatch.setattr(cache, "held", lambda builder, folder: False)
+    with pytest.raises(RuntimeError, match="edited meanwhile"):
+        native_builder.main(place.with_name("of other sources"))
 
 
 def test_a_process_that_fails_is_told_by_its_last_words():

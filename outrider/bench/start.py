@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from outrider.bench.report import provenance, save_as
+from outrider.runtime.native import SWITCH, host, place
 
 ASK = """
 import json, sys, time
@@ -50,7 +51,8 @@ def start(rounds: int = 3, progress: Callable[[str], None] = print) -> dict[str,
 
 
 def _run(compile: str, cache: Path) -> dict[str, float | None]:
-    env = {**os.environ, "OUTRIDER_CACHE": str(cache)}
+    built = str(place() / "built") if host.tier == "native" else "python"  # an empty cache holds none, and none is to be built meanwhile
+    env = {**os.environ, "OUTRIDER_CACHE": str(cache), SWITCH: built}
     done = subprocess.run([sys.executable, "-c", ASK, compile], env=env, capture_output=True, text=True, check=True)
     found: dict[str, float | None] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -65,9 +65,9 @@ def grow(
     A point whose twin (same parent, same token, also a point) is there already is not added twice: the twin gains the
     source. `q` [s, V] are new distributions, `q_row` points into them (-1 for points).
     """
-    if len(token) == 1 and q is None and isinstance(token, list):
-        return _one_more(draft, parent[0], token[0], source, kind, score if isinstance(score, float) else score[0])
-    parents, tokens = list(map(int, parent)), list(map(int, token))
+    parents, tokens = list(map(int, parent)), list(map(int, token))  # arrays, too, and what they hold
+    if len(tokens) == 1 and q is None:
+        return _one_more(draft, parents[0], tokens[0], source, kind, float(score) if isinstance(score, (int, float)) else float(score[0]))
     scores = [float(score)] * len(tokens) if isinstance(score, (int, float)) else list(map(float, score))
     sources, new = draft.source, list(range(len(tokens)))
     if kind == POINT and len(draft):

@@ -151,9 +151,8 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
 
 def _assumed(part: Drafter, target_bytes: int) -> float:
     """A level of a drafter over a plain step, until it is measured: by the weights that it reads."""
-    if not isinstance(part, ModelDrafter):
-        return 0.05
-    return 0.1 + part.model.spec.weight_bytes / target_bytes
+    model = getattr(part, "model", None)
+    return 0.05 if model is None else 0.1 + float(model.spec.weight_bytes) / target_bytes
 
 
 def _wait(made: list[Any], strict: bool) -> None:

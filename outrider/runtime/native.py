@@ -5,7 +5,9 @@ next start on, importing outrider finds them there first. So nothing stale is ev
 Standard library only: this is imported before anything else.
 """
 
+import contextlib
 import hashlib
+import importlib
 import logging
 import os
 import shutil
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core import cache
+from outrider.core.errors import OutriderError
 
 MODULES = {
     "core": "noise sampling tree types",
@@ -40,11 +43,13 @@ def sources() -> list[Path]:
     return [HERE / room / f"{name}.py" for room, names in MODULES.items() for name in names.split()]
 
 
-def place() -> Path:
-    """The folder of what is built of these sources for this interpreter: a hash of both."""
+def place(root: Path = HERE) -> Path:
+    """The folder of what is built of the package at `root` for this interpreter: a hash of both, all modules of the rooms included, for what one says of its
+    types is built into others."""
     digest = hashlib.blake2b(f"{EXTENSION_SUFFIXES} {sys.version}".encode(), digest_size=12)
-    for file in [Path(__file__), *sources()]:
-        digest.update(file.read_bytes())
+    for room in MODULES:
+        for file in sorted((root / room).glob("*.py")):
+            digest.update(file.read_bytes())
     return cache.cache_place() / "host" / digest.hexdigest()
 
 
@@ -59,6 +64,15 @@ class Finder:
         """As `importlib.abc.MetaPathFinder` says."""
         return spec_from_file_location(name, self.files[name]) if name in self.files else None
 
+    def load(self) -> None:
+        """The code of them all, which is in one library. Raises ImportError where it cannot be, or where a module is missing: one in Python among these would not be
+        what the others take it for."""
+        missing = [name for room, names in MODULES.items() for name in names.split() if f"outrider.{room}.{name}" not in self.files]
+        libraries = [name for name in self.files if name.endswith("__mypyc")]
+        if missing or len(libraries) != 1:
+            raise ImportError(f"it is not whole: {len(libraries)} libraries, {missing} missing")
+        importlib.import_module(libraries[0])
+
 
 class Host:
     """What runs the host's part in this process. `tier`: native, or why it is Python."""
@@ -67,32 +81,59 @@ class Host:
         self.tier = "python:not-built"
 
     def find(self) -> None:
-        """Import from what was built, from now on, if it is there. To be called before the first of the modules is imported."""
+        """Import from what was built, from now on, if it is there and whole. To be called before the first of the modules is imported."""
         given = os.environ.get(SWITCH, "")
-        folder = place() / "built" if given in ("", "python") else Path(given)
         if given == "python":
             self.tier = "python:off"
-        elif folder.is_dir():
-            sys.meta_path.insert(0, Finder(folder))  # type: ignore[arg-type]
-            self.tier = "native"
+            return
+        try:
+            folder = Path(given) if given else place() / "built"
+            if folder.is_dir():
+                self._use(folder)
+            elif given:
+                self.tier = "python:no-such-folder"
+        except (OSError, RuntimeError):  # sources in an archive; a home that is not to be read; nobody's home
+            self.tier = "python:no-cache"
+
+    def _use(self, folder: Path) -> None:
+        finder: Any = Finder(folder)
+        sys.meta_path.insert(0, finder)
+        try:
+            finder.load()
+        except ImportError as broken:
+            sys.meta_path.remove(finder)
+            self.tier = "python:not-loadable"
+            log.warning("the host's part of a step stays in Python: %s cannot be loaded (%s)", folder, broken)
+            return
+        self.tier = "native"
+        if not os.environ.get(SWITCH):
+            with contextlib.suppress(OSError):  # somebody else's
+                os.utime(folder.parent)  # in use, so not the oldest
 
     def ask(self) -> None:
         """See to it that they are being built, for the next start. Who cannot have them is told why, once."""
         if self.tier != "python:not-built":
             return
-        folder = place()
-        if (folder / "built").is_dir():
-            self.tier = "python:until-next-start"
-        elif shutil.which(os.environ.get("CC", "cc")) is None:
-            self.tier = "python:no-compiler"
-        elif _failed(folder):
-            self.tier = "python:not-compiled"
-        else:
-            self.tier = "python:building"
-            if not cache.held(BUILDER, folder):
-                cache.cache_folder()
-                folder.mkdir(parents=True, exist_ok=True)
-                cache.start(BUILDER, folder=folder)
+        try:
+            self.tier = _begun(place())
+        except (OSError, OutriderError) as bad:
+            self.tier = "python:no-cache"
+            log.warning("the host's part of a step stays in Python: nothing can be kept (%s)", bad)
+
+
+def _begun(folder: Path) -> str:
+    """The tier until the next start, for which the modules are being built, if they can be."""
+    if (folder / "built").is_dir():
+        return "python:until-next-start"
+    if shutil.which(os.environ.get("CC", "cc").split()[0]) is None:
+        return "python:no-compiler"
+    if _failed(folder):
+        return "python:not-compiled"
+    if not cache.held(BUILDER, folder):
+        cache.cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        cache.start(BUILDER, folder=folder)
+    return "python:building"
 
 
 def _failed(folder: Path) -> bool:

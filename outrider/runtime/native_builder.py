@@ -4,6 +4,7 @@ not want to wait for the start after the next.
 Invariant: what was built is used only after it wrote the texts that Python writes (`witness`).
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
-from outrider.runtime.native import HERE, SWITCH, place, sources
+from outrider.runtime.native import BUILDER, HERE, SWITCH, place, sources
 
 KEPT = 3  # builds, the latest: sources are edited
 TYPES = """[mypy]
@@ -40,12 +41,15 @@ def build(folder: Path) -> None:
     work = folder / f"work.{os.getpid()}"
     try:
         shutil.copytree(HERE, work / HERE.name, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+        if place(work / HERE.name).name != folder.name:
+            raise RuntimeError("the sources were edited meanwhile")
         (work / "types.ini").write_text(TYPES)
         _run([sys.executable, "-c", MAKE, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
-        told = [_run([sys.executable, "-m", __spec__.name, "witness"], {SWITCH: host}) for host in ("python", str(work / "built"))]
+        told = [_run([sys.executable, "-m", BUILDER, "witness"], {SWITCH: host}) for host in ("python", str(work / "built"))]
         if told[0] != told[1]:
             raise RuntimeError("what was built writes other texts than Python")
-        (work / "built").replace(folder / "built")
+        if not (folder / "built").is_dir():  # by somebody who was not seen
+            (work / "built").replace(folder / "built")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -76,21 +80,30 @@ def witness() -> list[list[int]]:
 
 
 def main(folder: Path) -> None:
-    """Build what is not there yet."""
-    if (folder / "built").is_dir():
-        return
+    """Build what is not there yet, and nobody else is building."""
+    lock, own = folder / "lock", str(os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lock").write_text(str(os.getpid()))
+    if (folder / "built").is_dir() or (cache.held(BUILDER, folder) and lock.read_text() != own):
+        return
+    lock.write_text(own)
     try:
         build(folder)
         (folder / "failed").unlink(missing_ok=True)
-        for old in sorted(folder.parent.iterdir(), key=lambda f: f.stat().st_mtime)[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
     except Exception as failed:
         (folder / "failed").write_text(str(failed), "utf-8")
         raise
     finally:
-        (folder / "lock").unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process cleans, too
+        _clean(folder)
+
+
+def _clean(folder: Path) -> None:
+    """Remove the oldest builds, all but the latest KEPT, and never this one; what another process finds is whole or not there."""
+    made = sorted((f for f in folder.parent.iterdir() if f != folder and (f / "built").is_dir()), key=lambda f: f.stat().st_mtime)
+    for old in made[: max(len(made) + 1 - KEPT, 0)]:
+        gone = old.rename(old.with_suffix(".gone"))
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 if __name__ == "__main__":
