@@ -182,7 +182,7 @@ def test_one_process_builds_and_what_was_edited_meanwhile_is_not_kept(place, mon
     monkeypatch.setattr(cache, "held", lambda builder, folder: True)
     place.mkdir(parents=True)
     (place / "lock").write_text("1")
-    native_builder.main(place)
+    native_builder.main(place, later=3600.0)
     assert [file.name for file in place.iterdir()] == ["lock"]
     monkeypatch.setattr(cache, "held", lambda builder, folder: False)
     with pytest.raises(RuntimeError, match="edited meanwhile"):

@@ -34,6 +34,7 @@ MODULES = {
 HERE = Path(__file__).parents[1]
 BUILDER = "outrider.runtime.native_builder"
 SWITCH = "OUTRIDER_HOST"  # python: whatever was built; a folder: what lies there
+LATER = "120"  # seconds after which a build begins that nobody waits for: what was loaded for a moment is not disturbed
 AGAIN = 3600.0  # seconds after which what failed is tried again
 log = logging.getLogger("outrider")
 
@@ -132,7 +133,7 @@ def _begun(folder: Path) -> str:
     if not cache.held(BUILDER, folder):
         cache.cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        cache.start(BUILDER, folder=folder)
+        cache.start(BUILDER, LATER, folder=folder)
     return "python:building"
 
 

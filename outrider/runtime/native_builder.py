@@ -1,4 +1,4 @@
-"""The process that builds the host's part: `python -m outrider.runtime.native_builder`, of low priority, started by `native`, or by who does
+"""The process that builds the host's part: `python -m outrider.runtime.native_builder [SECONDS TO WAIT]`, of low priority, started by `native`, or by who does
 not want to wait for the start after the next.
 
 Invariant: what was built is used only after it wrote the texts that Python writes (`witness`).
@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from outrider.control.fixed import fixed
@@ -79,15 +80,17 @@ def witness() -> list[list[int]]:
     return texts
 
 
-def main(folder: Path) -> None:
-    """Build what is not there yet, and nobody else is building."""
+def main(folder: Path, later: float = 0.0) -> None:
+    """Build what is not there yet: at once, or in so many seconds if nobody else does."""
     lock, own = folder / "lock", str(os.getpid())
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "built").is_dir() or (cache.held(BUILDER, folder) and lock.read_text() != own):
+    if (folder / "built").is_dir() or (later and cache.held(BUILDER, folder) and lock.read_text() != own):
         return
     lock.write_text(own)
     try:
-        build(folder)
+        time.sleep(later)
+        if not (folder / "built").is_dir():
+            build(folder)
         (folder / "failed").unlink(missing_ok=True)
     except Exception as failed:
         (folder / "failed").write_text(str(failed), "utf-8")
@@ -111,4 +114,4 @@ if __name__ == "__main__":
         print(witness())
     else:
         cache.step_back()
-        main(place())
+        main(place(), *map(float, sys.argv[1:]))
