@@ -27,7 +27,7 @@ MODULES = {
     "measure": "cost trace",
     "verify": "host",
     "drafters": "lookup model suffix",
-    "models": "exits hf kv",
+    "models": "kv",
     "compiler": "forest jit step",
     "runtime": "batcher ending engine",
 }
