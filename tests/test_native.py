@@ -150,7 +150,7 @@ def test_what_failed_is_said_and_tried_again_after_an_hour(place, started, caplo
     assert asked() == "python:building" and started == [place]
 
 
-@pytest.mark.parametrize("wrong", ["build", "import", "texts"])
+@pytest.mark.parametrize("wrong", ["build", "import", "texts", "unused"])
 def test_what_cannot_be_built_or_differs_is_not_kept(place, monkeypatch, wrong):
     def run(command: list[str], environment: dict[str, str], cwd: Path | None = None) -> str:
         if cwd:
@@ -158,13 +158,15 @@ def test_what_cannot_be_built_or_differs_is_not_kept(place, monkeypatch, wrong):
         native_now = environment.get(native.SWITCH, "python") != "python"
         if (wrong == "build" and cwd) or (wrong == "import" and native_now):
             raise RuntimeError("it fell over")
-        return "[[1]]" if wrong == "texts" and native_now else "[[2]]"
+        tier = "native" if native_now and wrong != "unused" else "python:not-loadable"
+        return f"{tier}\n{[[1]] if wrong == 'texts' and native_now else [[2]]}"
 
     monkeypatch.setattr(native_builder, "_run", run)
     with pytest.raises(RuntimeError):
         native_builder.main(place)
     assert [file.name for file in place.iterdir()] == ["failed"]
-    assert ("other texts" if wrong == "texts" else "it fell over") in (place / "failed").read_text()
+    said = {"texts": "other texts", "unused": "python:not-loadable"}.get(wrong, "it fell over")
+    assert said in (place / "failed").read_text()
 
 
 def test_what_agrees_is_kept_and_the_oldest_builds_go(place, monkeypatch):
@@ -172,7 +174,7 @@ def test_what_agrees_is_kept_and_the_oldest_builds_go(place, monkeypatch):
         (place.parent / name / "built").mkdir(parents=True)
         os.utime(place.parent / name, (1000 - age, 1000 - age))
     (place.parent / "failed").mkdir()  # not a build
-    monkeypatch.setattr(native_builder, "_run", lambda command, environment, cwd=None: (cwd / "built").mkdir() if cwd else "[[2]]")
+    monkeypatch.setattr(native_builder, "_run", lambda command, environment, cwd=None: (cwd / "built").mkdir() if cwd else "native\n[[2]]")
     native_builder.main(place)
     assert [file.name for file in place.iterdir()] == ["built"]
     assert {folder.name for folder in place.parent.iterdir()} == {place.name, "a", "b", "failed"}

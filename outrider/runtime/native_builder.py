@@ -19,7 +19,7 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
-from outrider.runtime.native import BUILDER, HERE, SWITCH, place, sources
+from outrider.runtime.native import BUILDER, HERE, SWITCH, host, place, sources
 
 KEPT = 3  # builds, the latest: sources are edited
 TYPES = """[mypy]
@@ -46,8 +46,10 @@ def build(folder: Path) -> None:
             raise RuntimeError("the sources were edited meanwhile")
         (work / "types.ini").write_text(TYPES)
         _run([sys.executable, "-c", MAKE, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
-        told = [_run([sys.executable, "-m", BUILDER, "witness"], {SWITCH: host}) for host in ("python", str(work / "built"))]
-        if told[0] != told[1]:
+        told = [_run([sys.executable, "-m", BUILDER, "witness"], {SWITCH: given}).split("\n", 1) for given in ("python", str(work / "built"))]
+        if told[1][0] != "native":
+            raise RuntimeError(f"what was built is not used: {told[1][0]}")
+        if told[0][1:] != told[1][1:]:
             raise RuntimeError("what was built writes other texts than Python")
         if not (folder / "built").is_dir():  # by somebody who was not seen
             (work / "built").replace(folder / "built")
@@ -111,7 +113,7 @@ def _clean(folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["witness"]:
-        print(witness())
+        print(host.tier, witness(), sep="\n")
     else:
         cache.step_back()
         main(place(), *map(float, sys.argv[1:]))
