@@ -116,7 +116,7 @@ def test_a_cache_of_no_use_costs_nobody_the_model(place, started, monkeypatch, c
     (blocked := place.parents[1]).write_text("a file where the folder should be")
     assert asked() == "python:no-cache" and started == [] and str(blocked) in caplog.text
     monkeypatch.setenv(native.SWITCH, str(blocked / "nothing"))
-    assert asked() == "python:no-such-folder"
+    assert asked() == "python:no-such-folder" and f"{native.SWITCH}={blocked}" in caplog.text
 
 
 def test_python_can_be_asked_for(place, started, monkeypatch):

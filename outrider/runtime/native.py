@@ -93,6 +93,7 @@ class Host:
                 self._use(folder)
             elif given:
                 self.tier = "python:no-such-folder"
+                log.warning("%s=%s is no folder: the host's part of a step stays in Python. Try: python, or leaving it out", SWITCH, given)
         except (OSError, RuntimeError):  # sources in an archive; a home that is not to be read; nobody's home
             self.tier = "python:no-cache"
 
