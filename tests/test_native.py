@@ -38,7 +38,7 @@ def started(monkeypatch) -> list[Path]:
 
 def fill(folder: Path) -> Path:
     """Something that looks like a build, of which the library is Python that this process has already."""
-    for file in native.sources():
+    for file in [*native.sources(), native.HERE / "core" / "races.c"]:
         (made := folder / file.relative_to(native.HERE.parent)).parent.mkdir(parents=True, exist_ok=True)
         made.with_name(file.stem + SUFFIX).write_bytes(b"")
     (folder / f"0__mypyc{SUFFIX}").write_bytes(b"of another machine")
@@ -62,9 +62,9 @@ def asked() -> str:
 def test_a_changed_source_has_another_place(place, tmp_path):
     """Whatever module is edited, or one beside it: what was built before is not found."""
     copy = tmp_path / "copy"
-    shutil.copytree(native.HERE, copy, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+    shutil.copytree(native.HERE, copy, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(native.KINDS)])
     assert native.place(copy) == place
-    for file in [*native.sources(), native.HERE / "models" / "compiled.py"]:
+    for file in [*native.sources(), native.HERE / "models" / "compiled.py", native.HERE / "core" / "races.c"]:
         copied = copy / file.relative_to(native.HERE)
         before = copied.read_bytes()
         copied.write_bytes(before + b"\n")
@@ -83,7 +83,7 @@ def test_modules_are_found_where_they_were_built_and_nowhere_else(place, loadabl
     assert host.tier == "native" and isinstance(sys.meta_path[0], Finder)
 
 
-@pytest.mark.parametrize("gone", [f"outrider/core/tree{SUFFIX}", f"0__mypyc{SUFFIX}"])
+@pytest.mark.parametrize("gone", [f"outrider/core/tree{SUFFIX}", f"outrider/core/races{SUFFIX}", f"0__mypyc{SUFFIX}"])
 def test_what_is_not_whole_is_not_used(place, loadable, started, caplog, gone):
     """A module in Python among those in machine code is not what these take it for."""
     (fill(place / "built") / gone).unlink()

@@ -19,6 +19,11 @@ from torch import Tensor
 
 from outrider.core.types import Ints
 
+try:
+    from outrider.core import races  # races.c, where `runtime.native` has built it
+except ImportError:
+    races = None  # type: ignore[assignment]
+
 DRAFT, ACCEPT, BONUS, POSITION = 1, 2, 3, 4  # purposes
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -161,6 +166,17 @@ class RowNoise:
     def _uniform(self, row: int, purpose: int, index: int) -> float:
         return (_address_of((int(self.seed[row]), int(self.step[row]), purpose, index)) >> 11) * 2.0**-53
 
+    def won(self, x: NDArray[Any], row: int, depth: int, among: NDArray[np.int64] | None = None) -> tuple[int, float]:
+        """Of the race over x [V], or over its entries `among` alone: who wins it, and its share among all that end within NEAR of it."""
+        ids, values = self.contenders(x, row, depth, among)
+        first = int(values.argmax())
+        behind = values - values[first]
+        return int(ids[first]), 1 / float(np.exp(behind[behind >= -NEAR]).sum())
+
+    def won_at(self, address: int, size: int, vocab: int, warmth: float, row: int, depth: int) -> tuple[int, float] | None:
+        """The same of logits as they lie in memory, over `warmth`, in machine code: see races.pyi. None: there is none."""
+        return None if races is None else races.won(address, size, vocab, warmth, self._key(row, depth), NEAR)
+
     def contenders(
         self, x: NDArray[Any], row: int, depth: int, among: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -181,6 +197,8 @@ class RowNoise:
     def _bits(self, row: int, depth: int, vocab: int) -> NDArray[np.uint64]:
         """52 random bits for each entry of the position `depth` tokens after the committed text."""
         if (row, depth) not in self.bits:
-            key = _address_of((int(self.seed[row]), int(self.length[row]) + depth, POSITION))
-            self.bits[row, depth] = _mix(_steps(vocab) + np.uint64(key)) >> _KEPT
+            self.bits[row, depth] = _mix(_steps(vocab) + np.uint64(self._key(row, depth))) >> _KEPT
         return self.bits[row, depth]
+
+    def _key(self, row: int, depth: int) -> int:
+        return _address_of((int(self.seed[row]), int(self.length[row]) + depth, POSITION))

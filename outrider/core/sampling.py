@@ -15,10 +15,12 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
+from outrider.core.noise import RowNoise
 from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
 
 HOST = ("cpu",)  # devices whose logits lie in this memory
 FEW = 6  # places whose logits are brought over from another: that is one wait, the vectorised rules wait at every question
+READ = torch.bfloat16, torch.float32, torch.float64  # what machine code reads as it lies
 BARS = (-8.0, -inf)  # how far behind the largest logit those lie that are sorted, if the ones before are not enough
 
 
@@ -212,9 +214,28 @@ def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tup
     return (x - top) / warmth if warmth not in (0.0, 1.0) else x - top, best
 
 
+def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[int, float]:
+    """Who wins the race at a place whose logits are the `at`-th of [..., V] in the host's memory, and its share among those that come near it."""
+    row = tree.row_at(draft, place)
+    s, depth, vocab = settings.params[row], tree.depth_at(draft, place) + 1, logits.shape[-1]
+    if settings.bare and logits.dtype in READ and not bounded(s) and logits.is_contiguous():
+        size = logits.element_size()
+        if won := noise.won_at(logits.data_ptr() + at * vocab * size, size, vocab, s.temperature, row, depth):
+            if won[0] < 0:
+                raise _not_a_number()
+            return won
+    x, _ = line(on_host(logits)[at], place, draft, settings)
+    return noise.won(x, row, depth, kept(x, s))
+
+
+def bounded(s: SamplingParams) -> bool:
+    """Are ids left out?"""
+    return bool(s.top_k) or s.top_p < 1 or s.min_p > 0
+
+
 def kept(x: NDArray[Any], s: SamplingParams) -> NDArray[np.int64] | None:
     """The ids, ascending, that are left of a `line` by top-k, then top-p of these, then min-p of these; None: all."""
-    if not s.top_k and s.top_p >= 1 and not s.min_p:
+    if not bounded(s):
         return None
     ids = _foremost(x, s) if s.top_k or s.top_p < 1 else np.arange(len(x))
     if s.min_p:

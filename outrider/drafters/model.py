@@ -6,17 +6,15 @@ settings: with replacement-free siblings under `exact` (q is kept for the verdic
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from mypy_extensions import mypyc_attr
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
-from outrider.core.sampling import Settings, decided, hosted, kept, line, near, on_host, process, warp, weights
+from outrider.core.sampling import Settings, decided, hosted, line, near, on_host, process, raced, warp, weights
 from outrider.core.sockets import Model
 from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
 
@@ -61,9 +59,9 @@ class ModelDrafter:
             return tree.grow(draft, frontier, tokens, source, POINT, [math.exp(x) for x in logp])
         logits = self._fit(scores.logits)
         if width == 1 and not settings.all_greedy and hosted(logits):
-            return _grown(
-                draft, frontier, [self._one(*one, draft, source, settings, noise) for one in zip(on_host(logits), frontier, strict=True)], source
-            )
+            logits = logits.cpu()
+            found = [self._one(logits, at, place, draft, source, settings, noise) for at, place in enumerate(frontier)]
+            return _grown(draft, frontier, found, source)
         if settings.all_greedy:
             return self._points(draft, frontier, process(logits, frontier, draft, settings), width, source)
         rows = tree.row_of(frontier, draft)
@@ -94,15 +92,14 @@ class ModelDrafter:
         return made
 
     @staticmethod
-    def _one(raw: NDArray[Any], place: int, draft: Draft, source: int, settings: Settings, noise: RowNoise) -> tuple[int, float, Tensor | None]:
+    def _one(logits: Tensor, at: int, place: int, draft: Draft, source: int, settings: Settings, noise: RowNoise) -> tuple[int, float, Tensor | None]:
         """A token below one place, on the host, by the settings of its row; its score; and what it was drawn from, if it was drawn."""
         row = tree.row_at(draft, place)
-        sampling, (x, best) = settings.params[row], line(raw, place, draft, settings)
+        if settings.coupled[row] and not settings.greedy[row]:
+            return *raced(logits, at, place, draft, settings, noise), None
+        sampling, (x, best) = settings.params[row], line(on_host(logits)[at], place, draft, settings)
         if settings.greedy[row]:
             return best, 1 / float(np.exp(x).sum()), None
-        if settings.coupled[row]:
-            ids, raced = noise.contenders(x, row, tree.depth_at(draft, place) + 1, kept(x, sampling))
-            return int(ids[raced.argmax()]), 1 / float(np.exp(raced - raced.max()).sum()), None
         q = weights(x, sampling)
         q /= q.sum()
         number = 0 if place < 0 else draft.row[:place].count(row) + 1  # a drafter extends a place once a step

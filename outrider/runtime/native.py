@@ -31,7 +31,9 @@ MODULES = {
     "compiler": "forest jit step",
     "runtime": "batcher ending engine",
 }
+RACES = "outrider.core.races"  # beside them: C, which nothing is the Python of
 HERE = Path(__file__).parents[1]
+KINDS = (".py", ".pyi", ".c")  # of sources
 BUILDER = "outrider.runtime.native_builder"
 SWITCH = "OUTRIDER_HOST"  # python: whatever was built; a folder: what lies there
 LATER = "120"  # seconds after which a build begins that nobody waits for: what was loaded for a moment is not disturbed
@@ -49,7 +51,7 @@ def place(root: Path = HERE) -> Path:
     types is built into others."""
     digest = hashlib.blake2b(f"{EXTENSION_SUFFIXES} {sys.version}".encode(), digest_size=12)
     for room in MODULES:
-        for file in sorted((root / room).glob("*.py")):
+        for file in sorted(file for file in (root / room).iterdir() if file.suffix in KINDS):
             digest.update(file.read_bytes())
     return cache.cache_place() / "host" / digest.hexdigest()
 
@@ -68,7 +70,8 @@ class Finder:
     def load(self) -> None:
         """The code of them all, which is in one library. Raises ImportError where it cannot be, or where a module is missing: one in Python among these would not be
         what the others take it for."""
-        missing = [name for room, names in MODULES.items() for name in names.split() if f"outrider.{room}.{name}" not in self.files]
+        wanted = [f"outrider.{room}.{name}" for room, names in MODULES.items() for name in names.split()]
+        missing = [name for name in (*wanted, RACES) if name not in self.files]
         libraries = [name for name in self.files if name.endswith("__mypyc")]
         if missing or len(libraries) != 1:
             raise ImportError(f"it is not whole: {len(libraries)} libraries, {missing} missing")

@@ -19,7 +19,7 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
-from outrider.runtime.native import BUILDER, HERE, SWITCH, host, place, sources
+from outrider.runtime.native import BUILDER, HERE, KINDS, RACES, SWITCH, host, place, sources
 
 KEPT = 3  # builds, the latest: sources are edited
 TYPES = """[mypy]
@@ -30,8 +30,9 @@ follow_imports = skip
 """  # torch is called as Python calls it: nothing is to be gained by reading its types, and minutes to be lost
 MAKE = """import sys
 from mypyc.build import mypycify
-from setuptools import setup
-made = mypycify(["--config-file=types.ini", *sys.argv[1:]], opt_level="2")
+from setuptools import Extension, setup
+made = mypycify(["--config-file=types.ini", *sys.argv[2:]], opt_level="2") if sys.argv[2:] else []
+made.append(Extension(sys.argv[1], [sys.argv[1].replace(".", "/") + ".c"], extra_compile_args=["-O3", "-fopenmp-simd"]))
 setup(name="host", packages=[], script_args=["build_ext", "-b", "built"], ext_modules=made)
 """
 VOCAB = 13
@@ -41,11 +42,11 @@ def build(folder: Path) -> None:
     """Build all modules into folder/built, which is there when it is whole and agrees with Python. Raises RuntimeError where that is not so."""
     work = folder / f"work.{os.getpid()}"
     try:
-        shutil.copytree(HERE, work / HERE.name, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+        shutil.copytree(HERE, work / HERE.name, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(KINDS)])
         if place(work / HERE.name).name != folder.name:
             raise RuntimeError("the sources were edited meanwhile")
         (work / "types.ini").write_text(TYPES)
-        _run([sys.executable, "-c", MAKE, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
+        _run([sys.executable, "-c", MAKE, RACES, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
         told = [_run([sys.executable, "-m", BUILDER, "witness"], {SWITCH: given}).split("\n", 1) for given in ("python", str(work / "built"))]
         if told[1][0] != "native":
             raise RuntimeError(f"what was built is not used: {told[1][0]}")

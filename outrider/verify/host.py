@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import BONUS, RowNoise
-from outrider.core.sampling import Settings, kept, line, on_host, weights
+from outrider.core.sampling import Settings, line, on_host, raced, weights
 from outrider.core.types import DISTINCT, POINT, Draft, Outcome, Scores
 
 KNOWN = ("greedy", "coupled", "exact")
@@ -29,27 +30,28 @@ class Walk:
     rule: str
 
     def outcome(self) -> Outcome:
-        raw, table, rows = on_host(self.scores.computed), tree.children(self.draft), self.draft.rows
+        logits, table, rows = self.scores.computed.cpu(), tree.children(self.draft), self.draft.rows
         paths, bonus = list[list[int]](), list[int | None]()
         for row in range(rows):
             path = list[int]()
-            node, token = self._verdict(raw, ~row, row, table.get(~row, []))
+            node, token = self._verdict(logits, ~row, row, table.get(~row, []))
             while node is not None:
                 path.append(node)
-                node, token = self._verdict(raw, node, row, table.get(node, []))
+                node, token = self._verdict(logits, node, row, table.get(node, []))
             paths.append(path)
             bonus.append(token)
         return Outcome(paths, bonus, [0] * rows)
 
-    def _verdict(self, raw: NDArray[Any], place: int, row: int, children: list[int]) -> tuple[int | None, int]:
-        """The child that is kept, or None, and the token that comes after the place."""
+    def _verdict(self, logits: Tensor, place: int, row: int, children: list[int]) -> tuple[int | None, int]:
+        """The child that is kept, or None, and the token that comes after the place. logits [..., V], in the host's memory."""
         draft, sampling, at = self.draft, self.settings.params[row], tree.index_of(place, self.draft.rows)
-        x, token = line(raw[at if self.scores.at is None else self.scores.at[at]], place, draft, self.settings)
-        if sampling.temperature > 0 and self.rule == "exact":
-            return self._tried(weights(x, sampling), row, children)
-        if sampling.temperature > 0:
-            ids, raced = self.noise.contenders(x, row, tree.depth_at(draft, place) + 1, kept(x, sampling))
-            token = int(ids[raced.argmax()])
+        at = at if self.scores.at is None else self.scores.at[at]
+        if sampling.temperature > 0 and self.rule != "exact":
+            token, _ = raced(logits, at, place, draft, self.settings, self.noise)
+        else:
+            x, token = line(on_host(logits)[at], place, draft, self.settings)
+            if sampling.temperature > 0:
+                return self._tried(weights(x, sampling), row, children)
         return next((n for n in children if draft.token[n] == token), None), token
 
     def _tried(self, r: NDArray[Any], row: int, children: list[int]) -> tuple[int | None, int]:

@@ -1,0 +1,155 @@
+/* Who wins the race over the logits of one place: what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
+
+The same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
+finaliser; the noise is -log(-log(1 - w)). Exact numbers only for ids whose bound comes near the first. Settings that look at a text or leave ids
+out are Python's. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define PARTS 256 /* of a vocabulary: only those that hold somebody near are looked at again */
+#define LN2 0.6931471805599453
+#define SCALE 36.04365338911715 /* log(2**52): what a bound lacks, whose bits are not scaled */
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__linux__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12
+#define EACH_MACHINE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"))) /* a cache may travel */
+#else
+#define EACH_MACHINE
+#endif
+
+enum { LEADER, FIRST, MASS }; /* what is asked of those who are near */
+typedef struct { long token; double share; } Won;
+typedef struct { const void *raw; int bytes; long vocab; double warmth; uint64_t key; double near; } Race; /* bytes: 2 bfloat16, 4 float32, 8 float64 */
+
+INLINE double logit(Race r, long v)
+{
+    uint32_t wide;
+    float x;
+    if (r.bytes == 8)
+        return ((const double *)r.raw)[v];
+    if (r.bytes == 4)
+        return ((const float *)r.raw)[v];
+    wide = (uint32_t)((const uint16_t *)r.raw)[v] << 16;
+    memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+/* Less the largest, over the temperature: in float32 where logits have no more. */
+INLINE double scaled(Race r, long v, double top)
+{
+    if (r.bytes == 8)
+        return (logit(r, v) - top) / r.warmth;
+    return ((float)logit(r, v) - (float)top) / (float)r.warmth;
+}
+
+INLINE uint64_t bits_of(uint64_t key, long v)
+{
+    uint64_t x = key + (uint64_t)(v + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return (x ^ (x >> 31)) >> 12;
+}
+
+/* Of an integer of 52 bits, by what vectors can do. */
+INLINE double number(uint64_t x)
+{
+    double out;
+    x |= 0x4330000000000000u;
+    memcpy(&out, &x, sizeof out);
+    return out - 0x1p52;
+}
+
+/* Not less than x plus its noise, less SCALE: a logarithm read off exponent and mantissa is never too large. */
+INLINE double bound(double x, uint64_t bits)
+{
+    double w = number(bits);
+    uint64_t form;
+    memcpy(&form, &w, sizeof form);
+    return x - LN2 * (number(form >> 12) * 0x1p-40 - 1023);
+}
+
+INLINE double exact(double x, uint64_t bits) { return x - log(-log1p(((double)bits + 0.5) * -0x1p-52)); }
+
+/* The largest logit; NaN where one is none. */
+INLINE double largest(Race r)
+{
+    double top = -INFINITY;
+    long none = 0;
+#pragma omp simd reduction(max : top) reduction(+ : none)
+    for (long v = 0; v < r.vocab; ++v) {
+        double x = logit(r, v);
+        none += x != x;
+        top = x > top ? x : top;
+    }
+    return none ? NAN : top;
+}
+
+INLINE Won won_by(Race r)
+{
+    double most[PARTS], bar = -INFINITY, first = -INFINITY, mass = 0;
+    long size = (r.vocab + PARTS - 1) / PARTS, token = -1;
+    double top = largest(r);
+    if (!isfinite(top))
+        return (Won){-1, 0};
+    for (long p = 0; p * size < r.vocab; ++p) {
+        long end = (p + 1) * size < r.vocab ? (p + 1) * size : r.vocab;
+        double best = -INFINITY;
+#pragma omp simd reduction(max : best)
+        for (long v = p * size; v < end; ++v) {
+            double it = bound(scaled(r, v, top), bits_of(r.key, v));
+            best = it > best ? it : best;
+        }
+        most[p] = best;
+        bar = best > bar ? best : bar;
+    }
+    for (int asked = LEADER; asked <= MASS; ++asked) /* each says who is near for the next */
+        for (long p = 0, more = 1; more && p * size < r.vocab; ++p)
+            for (long v = p * size; more && most[p] >= bar && v < (p + 1) * size && v < r.vocab; ++v) {
+                double x = scaled(r, v, top);
+                uint64_t bits = bits_of(r.key, v);
+                double value;
+                if (bound(x, bits) < bar)
+                    continue;
+                value = exact(x, bits);
+                if (asked == LEADER) {
+                    bar = value - r.near - SCALE;
+                    more = 0;
+                } else if (asked == FIRST && value > first) {
+                    first = value;
+                    token = v;
+                } else if (asked == MASS && value >= first - r.near)
+                    mass += exp(value - first);
+            }
+    return (Won){token, 1 / mass};
+}
+
+#define OF(n) EACH_MACHINE static Won won_of_##n(Race r) { r.bytes = n; return won_by(r); }
+OF(2) OF(4) OF(8)
+
+/* won(address, bytes, vocab, warmth, key, near): see races.pyi */
+static PyObject *won(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    Race r;
+    Won out;
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "won takes six arguments");
+        return NULL;
+    }
+    r.raw = PyLong_AsVoidPtr(given[0]);
+    r.bytes = (int)PyLong_AsLong(given[1]);
+    r.vocab = PyLong_AsLong(given[2]);
+    r.warmth = PyFloat_AsDouble(given[3]);
+    r.key = PyLong_AsUnsignedLongLong(given[4]);
+    r.near = PyFloat_AsDouble(given[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    out = r.bytes == 2 ? won_of_2(r) : r.bytes == 4 ? won_of_4(r) : won_of_8(r);
+    return Py_BuildValue("ld", out.token, out.share);
+}
+
+static PyMethodDef methods[] = {{"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "races", NULL, -1, methods, NULL, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit_races(void) { return PyModule_Create(&module); }

@@ -1,0 +1,148 @@
+"""Law: a race run in machine code has the winner and the share that Python's has, and is run only where it reads what Python would."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.core import noise as noise_module
+from outrider.core import tree
+from outrider.core.errors import OutriderError
+from outrider.core.noise import NEAR, POSITION, RowNoise, address
+from outrider.core.sampling import Settings, kept, line, on_host, raced
+from outrider.core.types import POINT, Draft, Request, SamplingParams, Scores, Sequence
+from outrider.drafters.model import ModelDrafter
+from outrider.runtime.native import HERE, RACES
+from outrider.runtime.native_builder import MAKE
+from outrider.verify.host import Walk
+
+TYPES = [torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> ModuleType:
+    """races.c as the builder of machine code makes it."""
+    work = tmp_path_factory.mktemp("races")
+    (work / "outrider" / "core").mkdir(parents=True)
+    shutil.copy(HERE / "core" / "races.c", work / "outrider" / "core")
+    subprocess.run([sys.executable, "-c", MAKE, RACES], cwd=work, check=True, capture_output=True)
+    spec = importlib.util.spec_from_file_location(RACES, work / "built" / "outrider" / "core" / f"races{EXTENSION_SUFFIXES[0]}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def races(made, monkeypatch) -> list[tuple]:
+    """What is asked of it from now on."""
+    asked = []
+
+    class Told:
+        @staticmethod
+        def won(*given):
+            asked.append(given)
+            return made.won(*given)
+
+    monkeypatch.setattr(noise_module, "races", Told)
+    return asked
+
+
+def sequence(seed: int, rule: str = "coupled", **settings) -> Sequence:
+    return Sequence(Request(str(seed), (1, 2), SamplingParams(**settings), seed, rule), [1, 2])
+
+
+def python(logits, at, place, draft, settings, noise) -> tuple[int, float]:
+    x, _ = line(on_host(logits)[at], place, draft, settings)
+    row = tree.row_at(draft, place)
+    return noise.won(x, row, tree.depth_at(draft, place) + 1, kept(x, settings.params[row]))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 40.0])
+def test_winners_and_shares_are_those_of_python(made, dtype, scale):
+    rng = np.random.default_rng(int(10 * scale))
+    for step in range(150):
+        vocab, warmth = int(rng.choice([1, 2, 255, 256, 257, 700, 5000])), float(rng.choice([1.0, 0.05, 0.7, 3.3]))
+        x = torch.from_numpy(scale * rng.standard_normal(vocab)).to(dtype)
+        x[torch.from_numpy(rng.random(vocab) < 0.1)] = -torch.inf
+        x[int(rng.integers(vocab))] = float(scale * rng.standard_normal())
+        noise, seq = RowNoise((step,), (0,), (7,)), sequence(step, temperature=warmth)
+        key = int(address(np.array([step]), np.array([7 + 1]), np.array([POSITION]))[0])
+        token, share = made.won(x.data_ptr(), x.element_size(), vocab, warmth, key, NEAR)
+        wanted = python(x[None], 0, -1, Draft(rows=1), Settings.of([seq]), noise)
+        assert token == wanted[0] and share == pytest.approx(wanted[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, 2**64 - 1])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_place_has_its_own_logits_and_noise(races, dtype, seed):
+    """Two rows and a branch: whose temperature, which line of the logits, how far from the text."""
+    draft = tree.grow(tree.grow(tree.empty(2), [-1, -2], [3, 4], 1, POINT, [0.5, 0.5]), [0, 0, 1], [5, 6, 7], 1, POINT, [0.5] * 3)
+    settings, noise = Settings.of([sequence(0, temperature=0.7), sequence(1, temperature=1.6)]), RowNoise((seed, 1), (0, 0), (2, 9))
+    logits = torch.randn(1, 7, 300, generator=torch.Generator().manual_seed(seed % 1000)).to(dtype)
+    places = tree.all_places(draft)
+    mine = [raced(logits, at, place, draft, settings, noise) for at, place in enumerate(places)]
+    assert len(races) == len(places)
+    wanted = [python(logits, at, place, draft, settings, noise) for at, place in enumerate(places)]
+    assert [m[0] for m in mine] == [w[0] for w in wanted] and [m[1] for m in mine] == pytest.approx([w[1] for w in wanted])
+    assert len({m[0] for m in mine}) > 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({"top_k": 5}, lambda x: x),
+        ({"top_p": 0.9}, lambda x: x),
+        ({"min_p": 0.1}, lambda x: x),
+        ({"logit_bias": ((3, 5.0),)}, lambda x: x),
+        ({"repetition_penalty": 1.3}, lambda x: x),
+        ({"presence_penalty": 1.0}, lambda x: x),
+        ({"min_tokens": 4}, lambda x: x),
+        ({}, lambda x: x.half()),
+        ({}, lambda x: x[..., :200]),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_know_is_pythons(races, settings, change):
+    seq = sequence(3, temperature=0.9, **settings)
+    logits, noise = change(torch.randn(2, 300, generator=torch.Generator().manual_seed(1))), RowNoise((3,), (0,), (2,))
+    asked = logits, 1, -1, Draft(rows=1), Settings.of([seq]), noise
+    assert raced(*asked) == python(*asked) and not races
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_what_is_no_number_is_an_error(races, dtype, bad):
+    logits = torch.zeros(2, 50, dtype=dtype)
+    logits[1, 7] = bad
+    settings, noise = Settings.of([sequence(3, temperature=1.0)]), RowNoise((3,), (0,), (2,))
+    assert raced(logits, 0, -1, Draft(rows=1), settings, noise)[0] >= 0
+    with pytest.raises(OutriderError, match="NaN"):
+        raced(logits, 1, -1, Draft(rows=1), settings, noise)
+    assert len(races) == 2
+
+
+def test_drafter_and_verdict_race_alike(races, monkeypatch):
+    """Who drafts with the target's own logits is right at every place; both were asked in machine code, and Python says the same."""
+    logits = torch.randn(1, 4, 300, generator=torch.Generator().manual_seed(4))
+    settings = Settings.of([sequence(3, temperature=1.0)])
+
+    def outcome():
+        noise = RowNoise((3,), (0,), (2,))
+        draft, place = tree.empty(1), -1
+        for at in range(3):
+            token, score, q = ModelDrafter._one(logits[:, at], 0, place, draft, 1, settings, noise)
+            draft, place = tree.grow(draft, [place], [token], 1, POINT, [score]), len(draft)
+            assert 0 < score <= 1 and q is None
+        return draft.token, Walk(draft, Scores(logits), settings, noise, "coupled").outcome()
+
+    tokens, verdict = outcome()
+    assert verdict.paths == [[0, 1, 2]] and len(races) == 7
+    monkeypatch.setattr(noise_module, "races", None)
+    assert outcome() == (tokens, verdict) and len(races) == 7
