@@ -35,30 +35,37 @@ class Held(NamedTuple):
 
 
 class Accounts:
-    """`held`: steps that are not settled yet, the first first; `thoughts`: how many of them were thought about; `unsettled`: seconds that they took beyond
-    what they earned, nearly; `thinking`: seconds of it, in steps in which somebody was asked; `quickest`: seconds before drafting, of a step in
+    """`held`: steps that are not settled yet, the first first; `thoughts`: how many of them were thought about; `unsettled`: seconds that the first `counted`
+    of them took beyond what they earned, nearly; `thinking`: seconds of it, in steps in which somebody was asked; `quickest`: seconds before drafting, of a step in
     which hardly anything was weighed."""
 
     def __init__(self, tables: Tables, ledger: Ledger) -> None:
         self.tables, self.ledger = tables, ledger
         self.held: list[Held] = []
-        self.thoughts, self.unsettled = 0, 0.0
+        self.thoughts, self.counted, self.unsettled = 0, 0, 0.0
         self.thinking, self.quickest = 0.0, math.inf
 
-    def hold(self, held: Held, page: Page) -> bool:
+    def hold(self, held: Held) -> bool:
         """A step went by that may be settled later. Is it time to?"""
         self.held.append(held)
-        record, earns = held.record, (1 + self.ledger.allowance) * page.owed
         self.thoughts += held.step is not None
-        if any(record.drafted):
-            self.unsettled += _own(record) - earns * min(record.emitted)
-        else:  # charged by its own clock, but for what was thought and drafted
-            self.unsettled += page.owed + self._aside(record) - earns * (1.0 if held.calm else min(page.steady, 1.0))
         return self.thoughts >= THOUGHTS or len(self.held) >= LONG
+
+    def beyond(self, page: Page) -> float:
+        """Seconds that what is not settled yet took beyond what it earned, nearly: counted when somebody asks, for most steps go by without."""
+        earns = (1 + self.ledger.allowance) * page.owed
+        for held in self.held[self.counted :]:
+            record = held.record
+            if any(record.drafted):
+                self.unsettled += _own(record) - earns * min(record.emitted)
+            else:  # charged by its own clock, but for what was thought and drafted
+                self.unsettled += page.owed + self._aside(record) - earns * (1.0 if held.calm else min(page.steady, 1.0))
+        self.counted = len(self.held)
+        return self.unsettled
 
     def settle(self, page: Page | None, rows: Callable[[list[Sequence]], list[Row]], *, guarded: bool) -> None:
         """Charge what is held. `guarded`: it is the steps that were slept through that must show whether the machine has become slow."""
-        held, self.held, self.thoughts, self.unsettled = self.held, [], 0, 0.0
+        held, self.held, self.thoughts, self.counted, self.unsettled = self.held, [], 0, 0, 0.0
         if page is None:
             return
         for (thought, _), some in groupby(held, key=lambda h: (h.step is not None, h.record.requests)):

@@ -64,8 +64,8 @@ class Adaptive:
                 return OFF, self.why
             self._wake()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
-        room = self._room(seqs, page) if page else 0.0
-        if page and not page.outdated and (missing := page.seconds[1] + min([line[1] for line in page.drafting.values()], default=0.0) - room) > 0:
+        room = self._room(seqs, page) if page and not page.outdated and self.ledger.short(seqs, page.owed) else None
+        if page and room is not None and (missing := self._cheapest(page) - room) > 0:
             return OFF, self._earn(missing, page)  # nobody could be paid: what they would say is not looked at
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
@@ -74,20 +74,26 @@ class Adaptive:
             return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(rows)
         if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
+        room = self._room(seqs, page) if room is None else room
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
-            return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
+            return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) and self._cheapest(page) <= room else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
         return plan, "off:no-guess"
 
+    @staticmethod
+    def _cheapest(page: Page) -> float:
+        """Plain steps that the least of drafts takes."""
+        return page.seconds[1] + min([line[1] for line in page.drafting.values()], default=0.0)
+
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
         names, held = [s.request.id for s in seqs], self.accounts.held
         if held and held[-1].record.requests != tuple(names):  # what others earned is not for these to spend
             self._settle()
-        unit, unsettled = page.plain * page.spread, self.accounts.unsettled
+        unit, unsettled = page.plain * page.spread, self.accounts.beyond(page)
         room = (self.ledger.left(names, page.owed) - unsettled) / unit
         if unsettled <= 0 or room >= page.seconds[DEEPEST]:
             return room
@@ -262,7 +268,7 @@ class Adaptive:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, any(record.drafted)
         if (self.asleep or self.silent) and not record.levels and self.page is not None:
-            if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM), self.page):
+            if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM)):
                 self._settle()
             self.calm, self.since_plain = self.calm + 1, 0
             return
@@ -281,7 +287,7 @@ class Adaptive:
             self._settle()
             if self.page is not None:
                 self.accounts.charge(self.page, seqs, rows, record, None, calm, self.looked)
-        elif self.accounts.hold(Held(seqs, record, step, self.looked, calm), step.page) or min([row.worth for row in rows]) < 0:
+        elif self.accounts.hold(Held(seqs, record, step, self.looked, calm)) or min([row.worth for row in rows]) < 0:
             self._settle()  # at once where looks lose, and what this one brought says who rests
         if record.levels:
             self._remember(seqs, rows, record, step)

@@ -10,6 +10,8 @@ what its steps met of late, is not charged.
 
 from dataclasses import dataclass, field
 
+from outrider.core.types import Sequence
+
 GRANT = 8.0  # plain steps that a request begins with: from nothing drafting could hardly ever start
 LONGEST = 32.0  # usual steps that a hold-up counts at most
 CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
@@ -32,6 +34,10 @@ class Ledger:
     def left(self, requests: list[str], plain: float) -> float:
         """What the most frugal of the rows may spend on one step more than nothing: its credit and what a token earns."""
         return min(self.credit.setdefault(r, GRANT * plain) for r in requests) + (1 + self.allowance) * plain
+
+    def short(self, seqs: list[Sequence], plain: float) -> bool:
+        """Has any of the rows less than a plain step to spend? Seldom, and asked at every step."""
+        return min(self.credit.get(s.request.id, plain) for s in seqs) < plain
 
     def charge(self, request: str, plain: float, tokens: int, seconds: float, admitted: float | None) -> None:
         """A step gave `tokens` for `seconds`; `admitted`: the bad case of a speculative one, None for a plain one."""

@@ -34,11 +34,16 @@ class SuffixIndex:
         self.cap, self.filed = cap, sorted({max(least, 2), least}, reverse=True)
         self.text: list[int] = []
         self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # of a token that follows these
+        self.open: list[tuple[int, list[int]]] = []  # those that the next place is filed in, by how many tokens they ask for, once looked for
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens to the text."""
         text, places, before = self.text, self.places, len(self.text)
         text += tokens
+        if self.open and tokens:
+            for _, known in self.open:
+                known.append(before)
+            self.open, before = [], before + 1
         for size in self.filed:
             for end in range(max(before, size), len(text)):
                 places[tuple(text[end - size : end])].append(end)
@@ -46,9 +51,8 @@ class SuffixIndex:
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
         text, end = self.text, len(self.text)
-        for depth in self.filed:
-            if places := self.places.get(tuple(text[-depth:]), [])[-RECENT:]:
-                break
+        self.open = self.open or [(size, self.places[tuple(text[end - size :])]) for size in self.filed if size <= end]
+        depth, places = next(((size, known[-RECENT:]) for size, known in self.open if known), (0, []))
         while places and depth < min(self.cap, end):
             token = text[end - 1 - depth]
             longer = [p for p in places if p > depth and text[p - 1 - depth] == token]
