@@ -14,7 +14,7 @@ import torch
 from outrider.core import noise as noise_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import NEAR, POSITION, RowNoise, address
+from outrider.core.noise import NEAR, POSITION, RowNoise
 from outrider.core.sampling import Settings, kept, line, on_host, raced
 from outrider.core.types import POINT, Draft, Request, SamplingParams, Scores, Sequence
 from outrider.drafters.model import ModelDrafter
@@ -73,8 +73,7 @@ def test_winners_and_shares_are_those_of_python(made, dtype, scale):
         x[torch.from_numpy(rng.random(vocab) < 0.1)] = -torch.inf
         x[int(rng.integers(vocab))] = float(scale * rng.standard_normal())
         noise, seq = RowNoise((step,), (0,), (7,)), sequence(step, temperature=warmth)
-        key = int(address(np.array([step]), np.array([7 + 1]), np.array([POSITION]))[0])
-        token, share = made.won(x.data_ptr(), x.element_size(), vocab, warmth, key, NEAR)
+        token, share = made.won(x.data_ptr(), x.element_size(), vocab, warmth, NEAR, step, 7 + 1, POSITION)
         wanted = python(x[None], 0, -1, Draft(rows=1), Settings.of([seq]), noise)
         assert token == wanted[0] and share == pytest.approx(wanted[1], rel=1e-9)
 

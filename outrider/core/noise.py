@@ -109,7 +109,7 @@ def _gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return w.log1p_().neg_().log_().neg_().to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowNoise:
     """The noise of a batch: per row its seed, its step counter and the length of its committed text, each [rows], as an array or as plain numbers,
     which are quicker for few.
@@ -175,7 +175,9 @@ class RowNoise:
 
     def won_at(self, address: int, size: int, vocab: int, warmth: float, row: int, depth: int) -> tuple[int, float] | None:
         """The same of logits as they lie in memory, over `warmth`, in machine code: see races.pyi. None: there is none."""
-        return None if races is None else races.won(address, size, vocab, warmth, self._key(row, depth), NEAR)
+        if races is None:
+            return None
+        return races.won(address, size, vocab, warmth, NEAR, int(self.seed[row]), int(self.length[row]) + depth, POSITION)
 
     def contenders(
         self, x: NDArray[Any], row: int, depth: int, among: NDArray[np.int64] | None = None
@@ -197,8 +199,6 @@ class RowNoise:
     def _bits(self, row: int, depth: int, vocab: int) -> NDArray[np.uint64]:
         """52 random bits for each entry of the position `depth` tokens after the committed text."""
         if (row, depth) not in self.bits:
-            self.bits[row, depth] = _mix(_steps(vocab) + np.uint64(self._key(row, depth))) >> _KEPT
+            key = _address_of((int(self.seed[row]), int(self.length[row]) + depth, POSITION))
+            self.bits[row, depth] = _mix(_steps(vocab) + np.uint64(key)) >> _KEPT
         return self.bits[row, depth]
-
-    def _key(self, row: int, depth: int) -> int:
-        return _address_of((int(self.seed[row]), int(self.length[row]) + depth, POSITION))

@@ -11,6 +11,7 @@ out are Python's. */
 #include <string.h>
 
 #define PARTS 256 /* of a vocabulary: only those that hold somebody near are looked at again */
+#define GOLDEN 0x9E3779B97F4A7C15u
 #define LN2 0.6931471805599453
 #define SCALE 36.04365338911715 /* log(2**52): what a bound lacks, whose bits are not scaled */
 #define INLINE static inline __attribute__((always_inline))
@@ -45,13 +46,14 @@ INLINE double scaled(Race r, long v, double top)
     return ((float)logit(r, v) - (float)top) / (float)r.warmth;
 }
 
-INLINE uint64_t bits_of(uint64_t key, long v)
+INLINE uint64_t mix(uint64_t x)
 {
-    uint64_t x = key + (uint64_t)(v + 1) * 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return (x ^ (x >> 31)) >> 12;
+    return x ^ (x >> 31);
 }
+
+INLINE uint64_t bits_of(uint64_t key, long v) { return mix(key + (uint64_t)(v + 1) * GOLDEN) >> 12; }
 
 /* Of an integer of 52 bits, by what vectors can do. */
 INLINE double number(uint64_t x)
@@ -129,21 +131,22 @@ INLINE Won won_by(Race r)
 #define OF(n) EACH_MACHINE static Won won_of_##n(Race r) { r.bytes = n; return won_by(r); }
 OF(2) OF(4) OF(8)
 
-/* won(address, bytes, vocab, warmth, key, near): see races.pyi */
+/* won(address, size, vocab, warmth, near, *words): see races.pyi */
 static PyObject *won(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
-    Race r;
+    Race r = {.key = 0};
     Won out;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "won takes six arguments");
+    if (count < 5) {
+        PyErr_SetString(PyExc_TypeError, "won takes five arguments, and the words of an address");
         return NULL;
     }
     r.raw = PyLong_AsVoidPtr(given[0]);
     r.bytes = (int)PyLong_AsLong(given[1]);
     r.vocab = PyLong_AsLong(given[2]);
     r.warmth = PyFloat_AsDouble(given[3]);
-    r.key = PyLong_AsUnsignedLongLong(given[4]);
-    r.near = PyFloat_AsDouble(given[5]);
+    r.near = PyFloat_AsDouble(given[4]);
+    for (Py_ssize_t i = 5; i < count; ++i)
+        r.key = mix((r.key + GOLDEN) ^ mix(PyLong_AsUnsignedLongLongMask(given[i]) + GOLDEN));
     if (PyErr_Occurred())
         return NULL;
     out = r.bytes == 2 ? won_of_2(r) : r.bytes == 4 ? won_of_4(r) : won_of_8(r);

@@ -1,5 +1,5 @@
 """Built of races.c."""
 
-def won(address: int, size: int, vocab: int, warmth: float, key: int, near: float, /) -> tuple[int, float]:
-    """Who wins the race over the logits [vocab] at an address, each of `size` bytes (2: bfloat16, 4: float32, 8: float64), and its share among those
-    within `near` of it. (-1, 0.0) where the largest is no finite number."""
+def won(address: int, size: int, vocab: int, warmth: float, near: float, /, *words: int) -> tuple[int, float]:
+    """Who wins the race over the logits [vocab] at a memory address, each of `size` bytes (2: bfloat16, 4: float32, 8: float64), by the noise of the address that
+    `words` make, and its share among those within `near` of it. (-1, 0.0) where the largest is no finite number."""

@@ -19,7 +19,7 @@ from outrider.core.types import DISTINCT, POINT, Draft, Outcome, Scores
 KNOWN = ("greedy", "coupled", "exact")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Walk:
     """One step's verdict. `scores`: of all places of the draft; `rule`: of KNOWN, for rows that sample: others are greedy."""
 
@@ -30,7 +30,8 @@ class Walk:
     rule: str
 
     def outcome(self) -> Outcome:
-        logits, table, rows = self.scores.computed.cpu(), tree.children(self.draft), self.draft.rows
+        logits, table, rows = self.scores.computed, tree.children(self.draft), self.draft.rows
+        logits = logits if logits.is_cpu else logits.cpu()
         paths, bonus = list[list[int]](), list[int | None]()
         for row in range(rows):
             path = list[int]()
