@@ -107,6 +107,11 @@ def _one_more(draft: Draft, parent: int, token: int, source: int, kind: int, sco
 
 def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[float]) -> Draft:
     """The draft with a chain of points below `place`. What of it is there already gains the source."""
+    if not draft.token and tokens:  # the most frequent
+        n = len(tokens)
+        return Draft(
+            draft.rows, tokens[:], [place, *range(n - 1)], [~place] * n, list(range(1, n + 1)), [source] * n, [POINT] * n, [-1] * n, scores[:], draft.q
+        )  # fmt: skip
     sources = list(draft.source)
     at = 0
     while at < len(tokens):
