@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mypy_extensions import mypyc_attr
 from torch import Tensor, nn
 
 from outrider.core import tree
@@ -42,6 +43,7 @@ class Meter:
         return seconds
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class HFModel:
     """A Model over a loaded transformers module, with `rows` rows of spec.context tokens."""
 
@@ -201,6 +203,7 @@ class HFModel:
         return HFView(self, layers)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class HFView(HFModel):
     """Some layers of a model, as a drafter's model: reads the owner's cache, writes scratch that the owner overwrites."""
 
