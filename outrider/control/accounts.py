@@ -7,8 +7,8 @@ own clock says what was owed for it, whatever the machine's pace is now.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from outrider.control.guard import Ledger
 from outrider.control.rows import Row, looked
@@ -23,7 +23,8 @@ LONG, SETTLED = 32, 8  # steps without a thought after which they are settled al
 THOUGHTS = 8  # steps with one that are settled together: what has just run runs several times faster
 
 
-class Held(NamedTuple):
+@dataclass(slots=True)
+class Held:
     """A step that is not settled yet. `step`: what was thought in it, None for a plain step of which nothing was; `names`: drafters that were looked at;
     `calm`: had many plain steps gone before?"""
 
@@ -77,14 +78,16 @@ class Accounts:
 
     def _slept(self, page: Page, slept: list[Held], rows: Callable[[list[Sequence]], list[Row]], guarded: bool) -> None:
         """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps take now."""
-        owed, thought, looks = list[float](), 0.0, [h.names for h in slept if h.names]
+        owed, spent, thought, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
             beside = self.beside(h.record)
-            spent, earned = self._plainly(page, h.record, beside, h.calm)
+            took, earned = self._plainly(page, h.record, beside, h.calm)
             owed.append(earned)
+            spent += took
             thought += beside
-            for seq, tokens in zip(h.seqs, h.record.emitted, strict=True):
-                self.ledger.charge(seq.request.id, earned, tokens, spent, None)
+        for r, seq in enumerate(slept[0].seqs):
+            earned = sum([owe * h.record.emitted[r] for owe, h in zip(owed, slept, strict=True)], 0.0)
+            self.ledger.charge(seq.request.id, earned, 1, spent, None)
         if looks and self.tables.drafts >= WARM and page.plain:
             looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))
         every = -(-len(slept) // SETTLED)

@@ -20,15 +20,16 @@ CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are bel
 @dataclass(slots=True)
 class Ledger:
     """Credit in seconds by request. `stalls`: speculative steps that took longer than the bad case they were admitted
-    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `held`: [what plain steps took of late, how much of that
-    they were held up], in usual steps; `spared`: seconds of holding up that speculative steps may still have, as plain ones would."""
+    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `met`: what plain steps took of late, and
+    `held`, how much of that they were held up, in usual steps; `spared`: seconds of holding up that speculative steps may still have, as plain ones would."""
 
     allowance: float = 0.05
     credit: dict[str, float] = field(default_factory=dict)
     stalls: int = 0
     debts: int = 0
     worst: float = 0.0
-    held: list[float] = field(default_factory=lambda: [CALM_BEFORE, 0.0])
+    met: float = CALM_BEFORE
+    held: float = 0.0
     spared: float = 0.0
 
     def left(self, requests: list[str], plain: float) -> float:
@@ -54,14 +55,14 @@ class Ledger:
         if usual <= 0:  # a clock too coarse to tell
             return seconds
         counted = min(seconds, LONGEST * usual)
-        before, held = self.held
-        self.held = [(1 - FADE) * before + counted / usual, (1 - FADE) * held + max(counted / usual - 1, 0.0)]
+        self.met = (1 - FADE) * self.met + counted / usual
+        self.held = (1 - FADE) * self.held + max(counted / usual - 1, 0.0)
         return counted
 
     def fairly(self, seconds: float, usual: float) -> float:
         """What a speculative step is charged that took `seconds`."""
         counted = min(seconds, LONGEST * usual)
-        self.spared = min(self.spared + counted * self.held[1] / self.held[0], LONGEST * usual)
+        self.spared = min(self.spared + counted * self.held / self.met, LONGEST * usual)
         off = min(max(counted - usual, 0.0), self.spared)
         self.spared -= off
         return seconds - off

@@ -14,8 +14,12 @@ out are Python's. */
 #define GOLDEN 0x9E3779B97F4A7C15u
 #define LN2 0.6931471805599453
 #define SCALE 36.04365338911715 /* log(2**52): what a bound lacks, whose bits are not scaled */
+#ifdef __GNUC__
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__linux__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12
+#else
+#define INLINE static inline
+#endif
+#if defined(__GLIBC__) && defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12
 #define EACH_MACHINE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"))) /* a cache may travel */
 #else
 #define EACH_MACHINE
@@ -107,6 +111,7 @@ INLINE Won won_by(Race r)
         most[p] = best;
         bar = best > bar ? best : bar;
     }
+    bar -= 1e-9; /* vectors may round otherwise */
     for (int asked = LEADER; asked <= MASS; ++asked) /* each says who is near for the next */
         for (long p = 0, more = 1; more && p * size < r.vocab; ++p)
             for (long v = p * size; more && most[p] >= bar && v < (p + 1) * size && v < r.vocab; ++v) {

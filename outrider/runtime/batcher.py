@@ -36,7 +36,7 @@ class Batcher:
     def groups(self) -> Iterator[list[Sequence]]:
         """Running sequences that may share a step: greedy ones share with anyone, others with their own rule; `alone`,
         none with any other."""
-        if self.alone:
+        if self.alone or len(self.running) == 1:
             yield from ([s] for s in list(self.running))
             return
         rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0)) or ["greedy"]
