@@ -58,3 +58,21 @@ def test_a_hold_up_that_is_not_charged_refuses_nobody() -> None:
     before = controller._room(seqs, page := controller.page)
     controller.accounts.hold(Held(seqs, replace(slow, requests=("z",)), controller.step, (), True))
     assert controller._room(seqs, page) == pytest.approx(before, abs=0.2)
+
+
+@pytest.mark.parametrize("count", [1, 5, 30])
+def test_steps_settled_together_earn_what_they_earn_one_by_one(count: int) -> None:
+    """Two requests that nobody has settled before, slow steps and quick ones among theirs: each has the grant of one request and what its own tokens earned."""
+    of = trace(6, costs(linear(0.05), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.0}, length=60)
+    credits = []
+    for together in (True, False):
+        (records,) = drive(of, controller := adaptive(of))
+        seqs = [SimpleNamespace(request=SimpleNamespace(id=name)) for name in ("y", "z")]
+        for i in range(count):
+            took = replace(records[-1].reading, seconds=1.0 + i % 3)
+            controller.accounts.hold(Held(seqs, replace(records[-1], requests=("y", "z"), emitted=(1, 1 - i % 2), reading=took), None, (), True))
+            if not together:
+                controller._settle()
+        controller._settle()
+        credits.append([controller.ledger.credit[name] for name in ("y", "z")])
+    assert credits[0] == pytest.approx(credits[1], abs=0.3)

@@ -87,6 +87,7 @@ class Accounts:
             thought += beside
         for r, seq in enumerate(slept[0].seqs):
             earned = sum([owe * h.record.emitted[r] for owe, h in zip(owed, slept, strict=True)], 0.0)
+            self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, earned, 1, spent, None)
         if looks and self.tables.drafts >= WARM and page.plain:
             looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))

@@ -32,9 +32,13 @@ class Ledger:
     held: float = 0.0
     spared: float = 0.0
 
+    def begin(self, request: str, plain: float) -> float:
+        """The credit of a request; where it was not heard of before, its grant."""
+        return self.credit.setdefault(request, GRANT * plain)
+
     def left(self, requests: list[str], plain: float) -> float:
         """What the most frugal of the rows may spend on one step more than nothing: its credit and what a token earns."""
-        return min(self.credit.setdefault(r, GRANT * plain) for r in requests) + (1 + self.allowance) * plain
+        return min(self.begin(r, plain) for r in requests) + (1 + self.allowance) * plain
 
     def short(self, seqs: list[Sequence], plain: float) -> bool:
         """Has any of the rows less than a plain step to spend? Seldom, and asked at every step."""
@@ -42,7 +46,7 @@ class Ledger:
 
     def charge(self, request: str, plain: float, tokens: int, seconds: float, admitted: float | None) -> None:
         """A step gave `tokens` for `seconds`; `admitted`: the bad case of a speculative one, None for a plain one."""
-        now = self.credit.setdefault(request, GRANT * plain) + (1 + self.allowance) * plain * tokens - seconds
+        now = self.begin(request, plain) + (1 + self.allowance) * plain * tokens - seconds
         self.credit[request] = now
         if admitted is not None and seconds > admitted:
             self.stalls += 1
