@@ -201,7 +201,7 @@ def test_a_package_runs_on_its_own_threads_and_gives_them_back(served):
 @pytest.mark.parametrize(("one", "two", "want"), [(1.0, 2.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 2)])
 def test_a_package_takes_the_fewer_threads_where_that_is_no_slower(served, monkeypatch, one, two, want):
     wide = served.compiled.packages["any"]
-    monkeypatch.setattr(package, "seconds_of_each", lambda calls: [{1: one, 2: two}[call.args[0]] for call in calls])
+    monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [{1: one, 2: two}[call.args[0]] for call in calls])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert wide.place(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0])) == min(one, two)
     assert wide.threads == want
@@ -347,7 +347,7 @@ def test_a_package_that_is_slower_than_eager_steps_is_not_used(serve, monkeypatc
     """It must be faster at the step that it is for: refused one by one, and said."""
     times = iter([1.0, 3.0, 3.0, 1.0])  # the wide one 1 s and eager 3 s; the narrow one 3 s and eager 1 s
     served = serve(100)
-    monkeypatch.setattr(package, "seconds_of_each", lambda calls: [next(times)] * len(calls))
+    monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [next(times)] * len(calls))
     monkeypatch.setattr(compiled, "seconds_of", lambda call: next(times))
     again = Compiled(served.compiled.recipe, served.step)
     assert set(again.packages) == {"any"} and again.reason == "eager:package-slower" and next(times, None) is None

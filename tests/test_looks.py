@@ -156,3 +156,21 @@ def test_who_is_too_dear_does_not_keep_a_cheap_one_from_being_looked_at() -> Non
 def test_who_is_too_dear_is_weighed_again_when_there_may_be_more() -> None:
     """To weigh it every few steps would cost what they earn."""
     assert [i for i, r in enumerate(too_dear(40)[: EARN + 2]) if r.reason == "off:guard"] == [0, EARN + 1]
+
+
+def test_nobody_sleeps_for_a_dear_drafter_longer_than_for_the_cheapest() -> None:
+    """The dear one has a guess, the cheap one none just now, and neither could be paid: it is the cheap one that can be first."""
+    chances = {"lookup": lambda t, d: 0.0, "model": lambda t, d: 0.9}
+    of = trace(6, costs(linear(0.5), {"lookup": linear(0.0, 0.01), "model": linear(2.0, 0.5)}), chances, length=60)
+    drive(of, controller := adaptive(of))
+    seqs, slept = [sequence([0] * 20, "w0")], []
+    controller._earn = lambda missing, page: slept.append(missing) or "off:guard"
+    controller.last, controller.asleep, controller.since_plain = None, 0, 0
+    at = controller._situation(seqs)
+    controller.page = controller.tables.page(at)
+    controller.ledger.credit["w0"] = 1.02 * controller.page.owed
+    controller.page.spread = 4.0
+    controller.rows["w0"] = Row(rest={"lookup": 5})
+    assert controller.choose(seqs)[1] == "off:guard"
+    room = controller._room(seqs, controller.page)
+    assert slept == [pytest.approx(controller._cheapest(controller.page) - room)] and controller.page.drafting["model"][1] > 1

@@ -4,17 +4,23 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import tiny_folder
 
 import outrider
+from outrider.control.fixed import fixed
 from outrider.core.config import LoadSettings, load_settings
 from outrider.core.errors import OutriderError
+from outrider.core.types import Plan, Request, SamplingParams
 from outrider.measure import machine
 from outrider.measure.machine import fastest_dtype
+from outrider.models import compiled
+from outrider.models.toy import ToyModel
 from outrider.runtime.assemble import _dtype
+from outrider.runtime.engine import Engine
 
 SECONDS = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 8.0}
 BOTH = ("float32", "bfloat16")
@@ -246,3 +252,37 @@ def test_good_values_are_kept():
     s = LoadSettings()
     assert (s.compile, s.strict, s.threads, s.dtype) == ("auto", False, None, "auto")
     assert load_settings(compile="wait", strict=True, threads=3) == LoadSettings(compile="wait", strict=True, threads=3)
+
+
+def test_threads_are_chosen_again_when_nobody_waits_ever_more_seldom(monkeypatch):
+    """Who loads while the machine is busy for a moment is not served by one thread for good; who is strict keeps what it began with."""
+    now, asked = [100.0], []
+    monkeypatch.setattr(compiled.time, "monotonic", lambda: now[0])
+    served = compiled.Compiled.__new__(compiled.Compiled)
+    served.packages = {"any": SimpleNamespace(place=lambda *given, patience: asked.append((now[0], patience)))}
+    served.placed, served.trusted, served.reason, served.look, served._start = 100.0, compiled.SOON, "", lambda: None, lambda: None
+    served._given = lambda shape: (shape,)
+    for _ in range(5000):
+        served.rest()
+        now[0] += 1.0
+    times = [at - 100 for at, _ in asked]
+    assert times[:5] == [2, 6, 14, 30, 62] and times[-1] - times[-2] == compiled.SELDOM and {patience for _, patience in asked} == {compiled.BRIEF}
+    served.settle()
+    now[0] += 1e9
+    served.rest()
+    assert len(asked) == len(times)
+
+
+def test_models_rest_when_nobody_runs_or_waits():
+    engine, rested = Engine(ToyModel(5, 1, rows=1), {}, fixed(Plan()), 1), []
+    engine.models = [SimpleNamespace(rest=lambda: rested.append("model")), SimpleNamespace()]
+    seq = engine.submit(Request("r", (1, 2), SamplingParams(max_tokens=3), 0, "exact"))
+    engine.rest()
+    engine.step()
+    assert engine.batcher.running == [seq]
+    engine.rest()
+    assert not rested
+    while engine.step():
+        pass
+    engine.rest()
+    assert rested == ["model"]

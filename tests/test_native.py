@@ -47,8 +47,9 @@ def fill(folder: Path) -> Path:
 
 @pytest.fixture
 def loadable(monkeypatch) -> None:
-    """The library of `fill` is in this process."""
+    """The libraries of `fill` are in this process."""
     monkeypatch.setitem(sys.modules, "0__mypyc", sys)
+    monkeypatch.setitem(sys.modules, native.RACES, sys)
 
 
 def asked() -> str:
@@ -200,7 +201,9 @@ def test_a_process_that_fails_is_told_by_its_last_words():
 
 def test_the_witness_hangs_on_rule_and_seed():
     greedy, coupled, exact = (native_builder.witness()[i : i + 3] for i in (0, 3, 6))
-    assert native_builder.witness() == [*greedy, *coupled, *exact]
+    raced = native_builder.witness()[9:]
+    assert native_builder.witness() == [*greedy, *coupled, *exact, *raced]
+    assert len(raced) == 3 and all(len(set(winners)) > 10 for winners in raced)
     assert greedy != coupled != exact and len({tuple(text) for text in coupled}) == 3
 
 

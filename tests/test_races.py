@@ -78,7 +78,7 @@ def test_winners_and_shares_are_those_of_python(made, dtype, scale):
         assert token == wanted[0] and share == pytest.approx(wanted[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, 2**64 - 1])
+@pytest.mark.parametrize("seed", [0, 1, -3, 2**63 + 5, 2**64 - 1, 2**70 + 5])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_place_has_its_own_logits_and_noise(races, dtype, seed):
     """Two rows and a branch: whose temperature, which line of the logits, how far from the text."""

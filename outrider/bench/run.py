@@ -88,6 +88,7 @@ def speed(
     asked = [(category, prompt) for category in prompts.CATEGORIES for prompt in prompts.load(category)[:count]]
     for i, (category, prompt) in enumerate(asked):
         progress(f"{category}: {i + 1} of {len(asked)} prompts")
+        write.rest()
         rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
     told = {"target": _called(target), "draft": _called(draft), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
     waited = {name: waits_of(write, name, where) for name in names if name in DRAFTED} if where.type == "cuda" else {}
@@ -128,6 +129,11 @@ class Writers:
             row = self._written(name, prompt, max_tokens)
         self.energy = read[0].source
         return replace(row, joules=read[0].joules)
+
+    def rest(self) -> None:
+        """What loading measured in a busy moment is measured again."""
+        for rt in (self.plain, self.fast):
+            rt.engine.rest()
 
     def _written(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:
         tokens = prompt.encode(self.plain.tokenizer)

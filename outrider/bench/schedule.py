@@ -102,7 +102,7 @@ def schedule(
         contenders[ADAPTIVE](prompt, max_tokens)  # what a first user of the pair would have left in the profile
     found: list[dict[str, Any]] = [taped.costs]
     times, why, think = _interleaved(
-        contenders, asked, max_tokens, rounds, progress, lambda: found.append(_measure(fast, Tables(tables.bits, Costs({}))))
+        contenders, asked, max_tokens, rounds, progress, lambda: found.append(_rested(plain, fast, Tables(tables.bits, Costs({}))))
     )
     taped = replace(taped, costs=reduce(lambda some, more: merged(some, more, {}), found))  # what steps cost while they were timed
     if trace:
@@ -155,6 +155,13 @@ def _interleaved(
         why,
         {name: 1e6 * median(x) for name, x in deciding.items()},
     )
+
+
+def _rested(plain: Runtime, fast: Runtime, tables: Tables) -> dict[str, Any]:
+    """What both were told in a busy moment is asked again; then what steps cost now."""
+    for rt in (plain, fast):
+        rt.engine.rest()
+    return _measure(fast, tables)
 
 
 def _table(rows: list[dict[str, Any]], categories: list[str], names: list[str]) -> dict[str, dict[str, float]]:

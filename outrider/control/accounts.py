@@ -77,7 +77,8 @@ class Accounts:
                 self._slept(page, list(some), rows, guarded)
 
     def _slept(self, page: Page, slept: list[Held], rows: Callable[[list[Sequence]], list[Row]], guarded: bool) -> None:
-        """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps take now."""
+        """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps take now.
+        What they leave is known at their end: a debt that the later ones pay back is none."""
         owed, spent, thought, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
             beside = self.beside(h.record)
@@ -111,6 +112,7 @@ class Accounts:
             spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
             worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
         for seq, tokens in zip(seqs, record.emitted, strict=True):
+            self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
         if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
             looked(rows, names, worth)

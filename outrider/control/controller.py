@@ -65,8 +65,8 @@ class Adaptive:
             self._wake()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
         room = self._room(seqs, page) if page and not page.outdated and self.ledger.short(seqs, page.owed) else None
-        if page and room is not None and (missing := self._cheapest(page) - room) > 0:
-            return OFF, self._earn(missing, page)  # nobody could be paid: what they would say is not looked at
+        if page and room is not None and self._cheapest(page) > room:
+            return OFF, self._earn(self._cheapest(page) - room, page)  # nobody could be paid: what they would say is not looked at
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
         if not names:
@@ -75,8 +75,10 @@ class Adaptive:
         if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
         room = self._room(seqs, page) if room is None else room
+        if self._cheapest(page) > room:
+            return OFF, self._earn(self._cheapest(page) - room, page)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
-            return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) and self._cheapest(page) <= room else self._earn(missing, page)
+            return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         far = min(max([row.reach for row in rows]), page.deepest)
         key = tuple(names), next(depth for depth in REACHES if depth >= far)
@@ -90,8 +92,8 @@ class Adaptive:
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
-        names, held = [s.request.id for s in seqs], self.accounts.held
-        if held and held[-1].record.requests != tuple(names):  # what others earned is not for these to spend
+        names = [s.request.id for s in seqs]
+        if any(held.record.requests != tuple(names) for held in self.accounts.held):  # what others earned is not for these to spend
             self._settle()
         unit, unsettled = page.plain * page.spread, self.accounts.beyond(page)
         room = (self.ledger.left(names, page.owed) - unsettled) / unit

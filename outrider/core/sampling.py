@@ -211,7 +211,7 @@ def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tup
     best, warmth = int(x.argmax()), settings.params[tree.row_at(draft, place)].temperature
     if isnan(top := x[best]) or (warmth and isinf(top)):  # the first that is no number, if any is
         raise _not_a_number()
-    return (x - top) / warmth if warmth not in (0.0, 1.0) else x - top, best
+    return (x - top) / float(warmth) if warmth not in (0.0, 1.0) else x - top, best
 
 
 def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[int, float]:

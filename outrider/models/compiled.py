@@ -37,6 +37,11 @@ POLL = 0.2  # seconds between looks at the disk while another process builds
 NOT_COMPILED, AGAIN = "eager:not-compiled", 3600.0  # what may be otherwise next time; seconds after which it is tried again
 WAIT = 1800  # seconds after which `wait` gives up
 COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the weights to the other, and back
+SOON, SELDOM, BRIEF = (
+    2.0,
+    600.0,
+    0.02,
+)  # seconds until threads are chosen again, twice as many each time up to so many; what that may take, by package and choice
 LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
 WIDE = 8  # columns by which the threads of `any` are chosen: wide steps lose most by a wrong choice
 log = logging.getLogger("outrider")
@@ -84,6 +89,7 @@ class Compiled:
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
         self.misses, self.singles, self.steady = 0, 1 << 30, 0.0
+        self.placed, self.trusted = time.monotonic(), SOON
         self.look()
         if self.reason == "eager:building" and not self._whole() and shutil.which(os.environ.get("CXX", "g++")) is None:
             self.reason = "eager:no-compiler"
@@ -190,8 +196,7 @@ class Compiled:
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
         package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
-        table, read = example(1, 1 if shape == "one" else WIDE, len(self.step.windows), after=8), torch.arange(64)
-        rows = [torch.randn_like(x) for x in self.step.store.rows(0, 1)]  # something to attend to
+        table, read, rows = self._given(shape)
         want, got = (run(table, read, rows)[0].float() for run in (self.step, package))
         if not float((want - got).abs().max()) <= 0.25 * float(want.std().clamp_min(1e-6)):
             self.reason = "eager:package-differs"
@@ -206,11 +211,26 @@ class Compiled:
             )
         self.packages[shape] = package
 
+    def _given(self, shape: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """A text that a package may be tried on, with something to attend to."""
+        table = example(1, 1 if shape == "one" else WIDE, len(self.step.windows), after=8)
+        return table, torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
+
+    @torch.inference_mode()
+    def rest(self) -> None:
+        """Nobody waits: how many threads serve best is asked again now and then, ever more seldom. A machine that was busy for a moment at load would be served
+        by one thread for good."""
+        if self.packages and time.monotonic() - self.placed >= self.trusted:
+            for shape, package in self.packages.items():
+                package.place(*self._given(shape), patience=BRIEF)
+            self.placed, self.trusted = time.monotonic(), min(2 * self.trusted, SELDOM)
+
     def settle(self) -> None:
         """Stay for good with what is there now, for every shape the same: the wide package, or eager steps."""
         self.look()
         self._start()  # for the next start
         self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
+        self.trusted = math.inf  # the same threads, too
         self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
 
     def wait(self, strict: bool = False) -> None:

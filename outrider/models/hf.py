@@ -140,6 +140,11 @@ class HFModel:
         if self.compiled is not None:
             self.compiled.settle()
 
+    def rest(self) -> None:
+        """A moment when nobody waits."""
+        if isinstance(self.compiled, Compiled):
+            self.compiled.rest()
+
     def _forward(self, block: Block) -> tuple[Tensor, Tensor]:
         if not self.pinned:
             return self._serve(block)

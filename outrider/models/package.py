@@ -55,7 +55,7 @@ class Package:
         finally:
             torch.set_num_threads(before)
 
-    def place(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
+    def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> float:
         """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
         than they bring). Measured here; returns its seconds."""
         counts = sorted({1, torch.get_num_threads()})
@@ -64,7 +64,7 @@ class Package:
             self.threads = threads
             self(table, read, rows)
 
-        cost = seconds_of_each([functools.partial(on, n) for n in counts])
+        cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience)
         self.threads = counts[cost.index(min(cost))]
         return min(cost)
 

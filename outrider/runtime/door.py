@@ -109,6 +109,7 @@ class Runtime:
 
     def _rest(self) -> None:
         """A moment when nobody waits."""
+        self.engine.rest()
         if self.keeper is not None:
             self.keeper.idle(self.engine)
 

@@ -83,6 +83,13 @@ class Engine:
                 self.cancel(seq)
         return moved
 
+    def rest(self) -> None:
+        """A moment when nobody waits, if nobody does: models may measure themselves again."""
+        if not (self.batcher.running or self.batcher.waiting):
+            for model in self.models:
+                if hasattr(model, "rest"):
+                    model.rest()
+
     def _open(self, seq: Sequence) -> None:
         self.target.open(seq)
         begun: list[Drafter] = []

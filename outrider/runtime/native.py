@@ -76,6 +76,7 @@ class Finder:
         if missing or len(libraries) != 1:
             raise ImportError(f"it is not whole: {len(libraries)} libraries, {missing} missing")
         importlib.import_module(libraries[0])
+        importlib.import_module(RACES)
 
 
 class Host:

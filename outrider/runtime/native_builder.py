@@ -5,6 +5,7 @@ Invariant: what was built is used only after it wrote the texts that Python writ
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,9 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from outrider.control.fixed import fixed
 from outrider.core import cache
-from outrider.core.types import Plan, Request, SamplingParams
+from outrider.core.noise import RowNoise
+from outrider.core.sampling import READ, Settings, raced
+from outrider.core.types import Draft, Plan, Request, SamplingParams, Sequence
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.toy import ToyModel
@@ -28,11 +33,13 @@ follow_imports = silent
 [mypy-torch.*,transformers.*]
 follow_imports = skip
 """  # torch is called as Python calls it: nothing is to be gained by reading its types, and minutes to be lost
-MAKE = """import sys
+MAKE = """import os, sys
 from mypyc.build import mypycify
 from setuptools import Extension, setup
 made = mypycify(["--config-file=types.ini", *sys.argv[2:]], opt_level="2") if sys.argv[2:] else []
-made.append(Extension(sys.argv[1], [sys.argv[1].replace(".", "/") + ".c"], extra_compile_args=["-O3", "-fopenmp-simd"]))
+how = ["-O3", "-fopenmp-simd", "-fno-fast-math", "-ffp-contract=off"]  # whatever CFLAGS say
+libraries = ["m"] if os.name == "posix" else []
+made.append(Extension(sys.argv[1], [sys.argv[1].replace(".", "/") + ".c"], libraries=libraries, extra_compile_args=how))
 setup(name="host", packages=[], script_args=["build_ext", "-b", "built"], ext_modules=made)
 """
 VOCAB = 13
@@ -69,7 +76,7 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None = Non
 
 
 def witness() -> list[list[int]]:
-    """Texts of a table model, greedy and by both rules, with both kinds of drafters: the same, whoever runs the loop."""
+    """Texts of a table model, greedy and by both rules, with both kinds of drafters, and winners of races: the same, whoever runs them."""
     texts = []
     for rule, temperature, width in (("coupled", 0.0, 2), ("coupled", 0.8, 2), ("exact", 0.8, 1)):
         target, small = (ToyModel(VOCAB, 1, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))
@@ -80,7 +87,17 @@ def witness() -> list[list[int]]:
         while engine.step():
             pass
         texts += [seq.tokens for seq in seqs]
-    return texts
+    return texts + [_raced(dtype) for dtype in READ]
+
+
+def _raced(dtype: torch.dtype) -> list[int]:
+    """Winners of races over random logits, few and many, flat and steep, cold and warm."""
+    told = list[int]()
+    for vocab, scale, warmth in itertools.product((1, 7, 300, 5000), (0.3, 8.0), (0.7, 1.0)):
+        logits = scale * torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
+        settings = Settings.of([Sequence(Request("", (1, 2), SamplingParams(temperature=warmth), 1, "coupled"), [1, 2])])
+        told += [raced(logits.to(dtype), at, -1, Draft(1), settings, RowNoise((at,), (0,), (2,)))[0] for at in range(3)]
+    return told
 
 
 def main(folder: Path, later: float = 0.0) -> None:
