@@ -138,10 +138,11 @@ def sequence_of(model):
         (Plan((("lookup", 5, 1),)), {}, 1),
         (Plan(), {"temperature": 1.0, "top_p": 0.9}, 1),
         (Plan((("lookup", 4, 1),)), {"temperature": 0.8, "top_k": 9, "rule": "exact"}, 1),
+        (Plan((("lookup", 4, 1),)), {"temperature": 0.8, "top_k": 9, "rule": "coupled"}, 1),
         (Plan((("model", AHEAD, 1),)), {}, 2),
         (Plan((("lookup", 3, 1), ("model", 2 * AHEAD, 1))), {}, 3),
     ],
-    ids=["plain", "lookup", "sampled", "exact-lookup", "model", "union"],
+    ids=["plain", "lookup", "sampled", "exact-lookup", "coupled-lookup", "model", "union"],
 )
 def test_a_step_asks_the_device_seldom(plan, asked, most, far, waits):
     """Once for the verdict, and once for every few levels of a draft model."""

@@ -197,8 +197,12 @@ def hosted(logits: Tensor) -> bool:
 
 def on_host(logits: Tensor) -> NDArray[Any]:
     """[..., V] -> [n, V], without a copy where they lie there; of bfloat16 the bits."""
-    x = logits.cpu()
-    x = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+    return seen(logits.cpu())
+
+
+def seen(logits: Tensor) -> NDArray[Any]:
+    """The same of some that were brought there."""
+    x = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
     return x.numpy().reshape(-1, x.shape[-1])
 
 
@@ -224,7 +228,7 @@ def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings,
             if won[0] < 0:
                 raise _not_a_number()
             return won
-    x, _ = line(on_host(logits)[at], place, draft, settings)
+    x, _ = line(seen(logits)[at], place, draft, settings)
     return noise.won(x, row, depth, kept(x, s))
 
 

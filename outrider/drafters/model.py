@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
-from outrider.core.sampling import Settings, decided, hosted, line, near, on_host, process, raced, warp, weights
+from outrider.core.sampling import Settings, decided, hosted, line, near, process, raced, seen, warp, weights
 from outrider.core.sockets import Model
 from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
 
@@ -97,7 +97,7 @@ class ModelDrafter:
         row = tree.row_at(draft, place)
         if settings.coupled[row] and not settings.greedy[row]:
             return *raced(logits, at, place, draft, settings, noise), None
-        sampling, (x, best) = settings.params[row], line(on_host(logits)[at], place, draft, settings)
+        sampling, (x, best) = settings.params[row], line(seen(logits)[at], place, draft, settings)
         if settings.greedy[row]:
             return best, 1 / float(np.exp(x).sum()), None
         q = weights(x, sampling)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import BONUS, RowNoise
-from outrider.core.sampling import Settings, line, on_host, raced, weights
+from outrider.core.sampling import Settings, line, raced, seen, weights
 from outrider.core.types import DISTINCT, POINT, Draft, Outcome, Scores
 
 KNOWN = ("greedy", "coupled", "exact")
@@ -30,8 +30,7 @@ class Walk:
     rule: str
 
     def outcome(self) -> Outcome:
-        logits, table, rows = self.scores.computed, tree.children(self.draft), self.draft.rows
-        logits = logits if logits.is_cpu else logits.cpu()
+        logits, table, rows = self.scores.computed.cpu(), tree.children(self.draft), self.draft.rows
         paths, bonus = list[list[int]](), list[int | None]()
         for row in range(rows):
             path = list[int]()
@@ -50,7 +49,7 @@ class Walk:
         if sampling.temperature > 0 and self.rule != "exact":
             token, _ = raced(logits, at, place, draft, self.settings, self.noise)
         else:
-            x, token = line(on_host(logits)[at], place, draft, self.settings)
+            x, token = line(seen(logits)[at], place, draft, self.settings)
             if sampling.temperature > 0:
                 return self._tried(weights(x, sampling), row, children)
         return next((n for n in children if draft.token[n] == token), None), token
