@@ -37,11 +37,8 @@ POLL = 0.2  # seconds between looks at the disk while another process builds
 NOT_COMPILED, AGAIN = "eager:not-compiled", 3600.0  # what may be otherwise next time; seconds after which it is tried again
 WAIT = 1800  # seconds after which `wait` gives up
 COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the weights to the other, and back
-SOON, SELDOM, BRIEF = (
-    2.0,
-    600.0,
-    0.02,
-)  # seconds until threads are chosen again, twice as many each time up to so many; what that may take, by package and choice
+# Seconds until threads are chosen again, twice as many each time up to so many, and what that may take, by package and choice.
+SOON, SELDOM, BRIEF = 2.0, 600.0, 0.02
 LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
 WIDE = 8  # columns by which the threads of `any` are chosen: wide steps lose most by a wrong choice
 log = logging.getLogger("outrider")
