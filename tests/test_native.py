@@ -1,11 +1,14 @@
 """The host's part in machine code: found only if built from these very sources, built by one process at a time, used only if it agrees with Python."""
 
+import dataclasses
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import types
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -250,3 +253,68 @@ def test_machine_code_decides_writes_and_refuses_as_python_does(tmp_path):
         }  # fmt: skip
         assert told["python"][0].endswith("tree.py") and told[""][0].startswith(str(tmp_path))
         assert len(told["python"][1]) >= 10 and told[""][1] == told["python"][1]
+
+
+def classes(text: str, monkeypatch) -> dict[str, type]:
+    """The dataclasses of a source."""
+    module = types.ModuleType("written")
+    monkeypatch.setitem(sys.modules, "written", module)
+    exec(compile(text, "written", "exec"), vars(module))
+    return {name: made for name, made in vars(module).items() if dataclasses.is_dataclass(made) and made.__module__ == "written"}
+
+
+def takes(made: type) -> list[tuple[str, bool]]:
+    """What a constructor takes: the names, in order, and which may be left out."""
+    return [(name, given.default is not given.empty) for name, given in inspect.signature(made).parameters.items()]
+
+
+@pytest.mark.parametrize("file", native.sources(), ids=lambda file: file.stem)
+def test_constructors_that_are_written_out_are_those_of_dataclasses(file, monkeypatch):
+    """The same signature and the same values, and every other line where it was."""
+    text = file.read_text("utf-8")
+    written = native_builder.constructed(text)
+    changed = [(a, b) for a, b in zip(text.split("\n"), written.split("\n"), strict=True) if a != b]
+    assert all(not a and b.startswith("    def __init__(self") for a, b in changed)
+    own, made = classes(text, monkeypatch), classes(written, monkeypatch)
+    assert own.keys() == made.keys() and len(changed) <= len(own)
+    for name in own:
+        assert takes(own[name]) == takes(made[name]), name
+        given = [1.0 for _, optional in takes(own[name]) if not optional]
+        given = [lambda: 7.0] if name == "Clock" else given
+        assert repr(own[name](*given)) == repr(made[name](*given)), name
+
+
+def test_written_constructors_share_nothing_and_call_what_comes_after(monkeypatch):
+    """A factory makes each its own; `__post_init__` is called; what is frozen, derived or has a constructor stays."""
+    made = classes(native_builder.constructed(SOURCE), monkeypatch)
+    first, second = made["Plain"](3), made["Plain"](3, seen=[1])
+    assert (first.seen, second.seen, first.late) == ([3], [1, 3], 4) and made["Plain"](5).seen == [5]
+    assert first == made["Plain"](3) and "__init__(self" in native_builder.constructed(SOURCE).split("\n")[10]
+    assert native_builder.constructed(SOURCE).count("def __init__") == SOURCE.count("def __init__") + 1
+
+
+SOURCE = """
+from dataclasses import dataclass, field
+@dataclass(slots=True)
+class Plain:
+    size: int
+    seen: list["int"] = field(default_factory=list, compare=False)
+    late: int = field(default=1, repr=False)
+    def __post_init__(self) -> None:
+        self.seen.append(self.size)
+        self.late += self.size
+
+@dataclass(frozen=True)
+class Still:
+    size: int
+
+@dataclass
+class Derived(Plain):
+    more: int = 0
+
+@dataclass
+class Own:
+    size: int
+    def __init__(self) -> None:
+        self.size = 1
+"""

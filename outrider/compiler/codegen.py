@@ -70,7 +70,8 @@ class _Writer:
     def text(self) -> str:
         ops = list(self.program.body.block.ops)
         self.say("def step(parts, now):")
-        self.say(f"    seqs, settings, noise, clock, reason = now  # {', '.join(k for k, v in self.facts._asdict().items() if v) or 'any batch'}")
+        self.say(f"    # {', '.join(k for k, v in self.facts._asdict().items() if v) or 'any batch'}")
+        self.say("    seqs, settings, noise, clock, reason = now.seqs, now.settings, now.noise, now.clock, now.reason")
         if any(isinstance(op, ProposeOp) for op in ops):
             self.say(f"    forest = Forest(parts, now, {self.budget}, free={self.rule in FREE})")
             self.say("    room, full, levels = forest.room, forest.full, forest.levels")

@@ -32,7 +32,8 @@ class Clock:
         self.last = now
 
 
-class Parts(NamedTuple):
+@dataclass(slots=True)
+class Parts:
     """What every step of an engine runs on. `bits`: the mark of each drafter."""
 
     target: Model
@@ -51,7 +52,8 @@ class Facts(NamedTuple):
     raw: bool
 
 
-class Now(NamedTuple):
+@dataclass(slots=True)
+class Now:
     """The step under way."""
 
     seqs: list[Sequence]
@@ -61,7 +63,8 @@ class Now(NamedTuple):
     reason: str
 
 
-class Done(NamedTuple):
+@dataclass(slots=True)
+class Done:
     """`full`: all that was drafted; `kept`: the names in it of what was verified, which `draft` holds by new names; `levels`: how
     deep each drafter was let go."""
 

@@ -59,7 +59,7 @@ class HFModel:
         self.meter = Meter()
         self.numbers = torch.arange(self.store.capacity, device=self.device)
         self.reads: dict[int, Tensor] = {}
-        self.tables: dict[tuple[int, int], tuple[Ints, Tensor]] = {}  # those that are kept, also as tensors, by row and width
+        self.tables: dict[tuple[int, int], tuple[Ints, Tensor, list[Tensor]]] = {}  # that are kept, as tensors and with their row, by row and width
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
         self.forwards, self.computed, self.pinned = 0, 0, False
         self.store.allocate(self.device, self._probe)
@@ -188,20 +188,20 @@ class HFModel:
         self.computed += block.table.shape[0] * block.table.shape[1]
         if block.read not in self.reads:
             self.reads[block.read] = self.numbers[: block.read]
-        table = self._kept(block) if block.kept else torch.from_numpy(block.table)
+        table, rows = self._kept(block) if block.kept else (torch.from_numpy(block.table), self.store.rows(block.first, len(block.table)))
         if self.far:
             table = table.pin_memory().to(self.device, non_blocking=True)
         if last is not None:
             table[0, -1, 0] = last
-        return table, self.reads[block.read], self.store.rows(block.first, len(block.table))
+        return table, self.reads[block.read], rows
 
-    def _kept(self, block: Block) -> Tensor:
+    def _kept(self, block: Block) -> tuple[Tensor, list[Tensor]]:
         at = block.first, block.table.shape[1]
         known = self.tables.get(at)
         if known is None or known[0] is not block.table:
             with torch.inference_mode(False):  # whoever asked first
-                known = self.tables[at] = block.table, torch.from_numpy(block.table)
-        return known[1]
+                known = self.tables[at] = block.table, torch.from_numpy(block.table), self.store.rows(block.first, 1)
+        return known[1], known[2]
 
     def view(self, layers: tuple[int, ...]) -> "HFView":
         """This model made of `layers` (ascending), final norm and head included, on the same cache."""

@@ -25,9 +25,9 @@ MODULES = {
     "core": "noise sampling tree types",
     "control": "accounts controller explain guard hedge predict rows starts step tables",
     "measure": "cost trace",
-    "verify": "host",
+    "verify": "exact host",
     "drafters": "lookup model suffix",
-    "models": "hf kv",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
+    "models": "compiled hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
     "compiler": "forest jit step",
     "runtime": "batcher ending engine",
 }

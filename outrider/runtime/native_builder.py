@@ -4,6 +4,7 @@ not want to wait for the start after the next.
 Invariant: what was built is used only after it wrote the texts that Python writes (`witness`).
 """
 
+import ast
 import contextlib
 import itertools
 import os
@@ -53,6 +54,8 @@ def build(folder: Path) -> None:
         if place(work / HERE.name).name != folder.name:
             raise RuntimeError("the sources were edited meanwhile")
         (work / "types.ini").write_text(TYPES)
+        for file in (work / file.relative_to(HERE.parent) for file in sources()):
+            file.write_text(constructed(file.read_text("utf-8")), "utf-8")
         _run([sys.executable, "-c", MAKE, RACES, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
         told = [_run([sys.executable, "-m", BUILDER, "witness"], {SWITCH: given}).split("\n", 1) for given in ("python", str(work / "built"))]
         if told[1][0] != "native":
@@ -63,6 +66,38 @@ def build(folder: Path) -> None:
             (work / "built").replace(folder / "built")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def constructed(text: str) -> str:
+    """A source with the constructors of its dataclasses written out: those that `dataclasses` makes stay Python, and steps make a dozen objects. Each takes the
+    place of a blank line, so that tracebacks tell true lines. Left as they are: classes that are frozen, not native, derived, or have one of their own."""
+    lines = text.split("\n")
+    for made in ast.parse(text).body:
+        if isinstance(made, ast.ClassDef) and not made.bases and (line := _constructor(made)) and not lines[made.end_lineno or 0]:
+            lines[made.end_lineno or 0] = line
+    return "\n".join(lines)
+
+
+def _constructor(made: ast.ClassDef) -> str | None:
+    """`__init__` of a dataclass on one line; None where it is left to `dataclasses`."""
+    how, own = " ".join(map(ast.unparse, made.decorator_list)), {part.name for part in made.body if isinstance(part, ast.FunctionDef)}
+    fields = [part for part in made.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)]
+    if "dataclass" not in how or "frozen" in how or "native_class" in how or "__init__" in own:
+        return None
+    takes, does = ["self"], list[str]()
+    for field, name, kind in ((part.value, ast.unparse(part.target), ast.unparse(part.annotation)) for part in fields):
+        told = {k.arg: ast.unparse(k.value) for k in field.keywords} if isinstance(field, ast.Call) and ast.unparse(field.func) == "field" else None
+        if kind.startswith("ClassVar") or not {"default", "default_factory", "compare", "repr"}.issuperset(told or ()):
+            return None
+        if told and "default_factory" in told:
+            takes.append(f"{name}: {f'{kind} | None'!r} = None")
+            does.append(f"self.{name} = {told['default_factory']}() if {name} is None else {name}")
+        else:
+            default = told["default"] if told else ast.unparse(field) if field else ""
+            takes.append(f"{name}: {kind}" + f" = {default}" * bool(default))
+            does.append(f"self.{name} = {name}")
+    does += ["self.__post_init__()"] * ("__post_init__" in own)
+    return f"    def __init__({', '.join(takes)}) -> None: {'; '.join(does) or 'pass'}"
 
 
 def _run(command: list[str], environment: dict[str, str], cwd: Path | None = None) -> str:

@@ -6,6 +6,8 @@ siblings as in SpecInfer 2305.09781 and Sequoia 2402.12374): a sampled child wit
 norm(max(0, r - q)); a point child with probability r(x), then r without x. Both are vectorised over rows.
 """
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from outrider.core.types import DISTINCT, POINT, Draft, Outcome
 class Greedy:
     """The most likely token everywhere. Takes logits or log-probabilities: only their argmax matters."""
 
-    name, lossless = "greedy", True
+    name: ClassVar = "greedy"
+    lossless: ClassVar = True
 
     def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
         return walk(draft, argmax(logp).tolist())
@@ -28,7 +31,8 @@ class Greedy:
 class Coupled:
     """The token that wins the race of its position: a function of text, settings and seed, not of the draft."""
 
-    name, lossless = "coupled", True
+    name: ClassVar = "coupled"
+    lossless: ClassVar = True
 
     def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
         places = tree.all_places(draft)
@@ -44,7 +48,8 @@ def walk(draft: Draft, choice: list[int]) -> Outcome:
 class MultiRound:
     """Token-wise rejection sampling, the children of a node one after the other."""
 
-    name, lossless = "exact", True
+    name: ClassVar = "exact"
+    lossless: ClassVar = True
 
     def accept(self, draft: Draft, logp: Tensor, noise: RowNoise) -> Outcome:
         p, table, rows = logp.exp(), tree.children(draft), draft.rows
