@@ -18,9 +18,10 @@ from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, lin
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
 from outrider.control.controller import SAMPLE, YOUNG, Adaptive
+from outrider.control.guard import Ledger
 from outrider.control.rows import PATIENCE, REST, Row, remember
-from outrider.control.starts import EXPLORE, GIFT, PROBE, Starts
-from outrider.control.tables import Tables
+from outrider.control.starts import EXPLORE, GIFT, PROBE, UNMEASURED, Starts
+from outrider.control.tables import BATCH, Tables
 from outrider.core.types import Limits, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.measure.cost import Costs
@@ -213,7 +214,7 @@ def test_one_stall_changes_no_policy(at: int) -> None:
 @pytest.mark.parametrize(("came", "left"), [(0, 12.0), (1, 11.0), (2, 10.0)])
 def test_a_try_has_cost_what_it_did_not_bring(came: int, left: float) -> None:
     """Twelve plain steps, most of them reading, for a token or two; only where all was right the next one is soon."""
-    starts = Starts(Tables({"model": 1}, Costs({})), cautious=False)
+    starts = Starts(Tables({"model": 1}, Costs({})), Ledger(), cautious=False)
     starts.explored, starts.pause["model"], starts.due["model"] = 12.0, 1 << 20, 1 << 20
     starts.tried("model", 12.0, SimpleNamespace(accepted_by={("model", n + 1): 1 for n in range(came)}, requests=("a",)), 0)
     assert starts.explored == left and (starts.due["model"] == PATIENCE) == (came == 2)
@@ -305,6 +306,16 @@ def test_a_cautious_controller_leaves_what_was_never_measured_to_a_sweep(cautiou
         tables = Tables({"model": 1}, Costs({"model": 0.3}), state={"costs": known, "drafts": 1000})
         records = flat(drive(of, Adaptive(tables, lambda: "replay", cautious=cautious)))
         assert any(r.levels for r in records) == tried
+
+
+def test_who_is_never_measured_is_tried_in_the_end() -> None:
+    """A server may never rest: nobody is waited for who would measure drafters then."""
+    of = trace(8, costs(linear(0.05), {"model": linear(0.3, 0.0)}), {"model": lambda t, d: 0.9}, texts=8)
+    tables = Tables({"model": 1}, Costs({"model": 0.3}), state={"costs": {**of.costs, "draft": {}}, "drafts": 1000})
+    records = flat(drive(of, Adaptive(tables, lambda: "replay", cautious=True)))
+    first = next(n for n, r in enumerate(records) if r.levels)
+    after = records[first + 50 :]
+    assert UNMEASURED - 1 <= first < UNMEASURED + 2 * BATCH and seconds(after) < 0.8 * sum(r.emitted[0] for r in after)
 
 
 @pytest.mark.parametrize(("objective", "least", "most"), [(0.0, 5, 32), (1.0, 0, 2)])

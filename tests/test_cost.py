@@ -12,6 +12,7 @@ from outrider.measure.cost import (
     CLIP,
     DEEPEST,
     FAR,
+    FEW,
     LATER,
     SLOPE,
     TRUST,
@@ -307,3 +308,13 @@ def test_what_a_profile_keeps_comes_back_through_json() -> None:
     assert {at: c.line for at, c in again.verify.items()} == {at: c.drawn().line for at, c in costs.verify.items()}
     assert {k: c.line for k, c in again.draft.items()} == {k: c.drawn().line for k, c in costs.draft.items()}
     assert (again.steady, again.plains, again.catch_up) == (costs.steady, costs.plains, costs.catch_up)
+
+
+def test_a_busy_moment_is_no_cliff() -> None:
+    """What was seen a few times is not believed to take longer than more of it; what was seen often is, and bounds what is below it that was not."""
+    rare, often = [1.0, 3.0], [FEW + 1.0, 3.0]
+    assert Curve(1.0, 0.0, {0: [9.0, 1.0], 1: rare, 4: [1.0, 2.0]}).line[:5] == [1.0, 2.0, 2.0, 2.0, 2.0]
+    assert Curve(1.0, 0.0, {0: [9.0, 1.0], 1: often, 4: [1.0, 2.0]}).line[:2] == [1.0, 3.0]
+    assert Curve(1.0, 0.0, {0: [9.0, 1.0], 1: [1.0, 5.0], 2: often, 4: [1.0, 2.0]}).line[:3] == [1.0, 3.0, 3.0]
+    kept = Curve(1.0, 0.0, {1: list(rare), 4: [1.0, 2.0]})
+    assert kept.state()["seen"] == {"1": rare, "4": [1.0, 2.0]}, "what was measured is kept as it was"

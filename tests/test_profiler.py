@@ -21,7 +21,7 @@ from outrider.measure.cost import CALM, DEEPEST, Costs, situation
 from outrider.models.toy import ToyModel
 from outrider.runtime import profiler
 from outrider.runtime.engine import Engine
-from outrider.runtime.profiler import BETWEEN, NODES, WARM, sweep
+from outrider.runtime.profiler import BETWEEN, NODES, SWEEPS, WARM, sweep
 
 TEXT = "she sells sea shells on the sea shore and the shells she sells"
 HOW = {"max_tokens": 40, "ignore_eos": True}
@@ -95,8 +95,8 @@ def test_every_sweep_makes_drafters_read_anew(monkeypatch):
 def test_a_sweep_stays_at_the_length_that_it_is_filed_under(monkeypatch):
     """However often it measures: a text that grew would show what steps cost at another length."""
     engine, tables = toys()
-    seen, add = [], profiler._Found.add
-    monkeypatch.setattr(profiler._Found, "add", lambda self, record, rows: seen.append(record.context[0]) or add(self, record, rows))
+    seen, add = [], profiler.Found.add
+    monkeypatch.setattr(profiler.Found, "add", lambda self, record, rows: seen.append(record.context[0]) or add(self, record, rows))
     sweep(engine, tables, context=300, patience=1e9, repeats=12)
     (at,) = tables.costs.verify
     assert at.context == 512 and min(seen) >= 300 and max(seen) < 512 and len(seen) > 12 * len(NODES)
@@ -159,8 +159,8 @@ def test_the_first_reading_of_a_process_is_not_what_reading_costs(monkeypatch):
 
 def test_steps_that_verify_are_timed_after_plain_ones(monkeypatch):
     """As in texts; and where one repetition took all the time, after each other rather than not at all."""
-    seen, add = [], profiler._Found.add
-    monkeypatch.setattr(profiler._Found, "add", lambda self, record, rows: seen.append(record) or add(self, record, rows))
+    seen, add = [], profiler.Found.add
+    monkeypatch.setattr(profiler.Found, "add", lambda self, record, rows: seen.append(record) or add(self, record, rows))
     for repeats in (3, 1):
         seen.clear()
         engine, tables = toys()
@@ -237,7 +237,7 @@ def test_a_short_context_ends_a_sweep_and_not_the_program():
 # --- keepers
 
 
-def test_an_idle_keeper_sweeps_once_and_not_while_someone_waits(folders, monkeypatch):
+def test_an_idle_keeper_sweeps_a_few_times_and_not_while_someone_waits(folders, monkeypatch):
     monkeypatch.setattr(profiler, "PATIENCE", 1e9)
     swept = []
     monkeypatch.setattr(profiler, "sweep", lambda engine, tables, **how: swept.append(how) or sweep(engine, tables, **{**how, "repeats": 1}))
@@ -246,13 +246,15 @@ def test_an_idle_keeper_sweeps_once_and_not_while_someone_waits(folders, monkeyp
     runtime.keeper.idle(runtime.engine)
     assert not swept
     runtime.engine.cancel(seq)
-    for _ in range(3):
+    curves, at, seen = runtime.keeper.tables.costs.verify, situation("eager:off", 1, profiler.CONTEXT, False), []
+    for _ in range(SWEEPS + 2):
         runtime.keeper.idle(runtime.engine)
-    assert len(swept) == 1 and parts(runtime.engine) == before and at_rest(runtime.engine)
-    curve = runtime.keeper.tables.costs.verify[situation("eager:off", 1, profiler.CONTEXT, False)]
-    assert len(curve.seen) >= len(NODES) // 2
+        seen.append(curves[at].seen[4][0])
+    assert len(swept) == SWEEPS and parts(runtime.engine) == before and at_rest(runtime.engine)
+    assert seen[1] < seen[2] == seen[3] == seen[4], "what one sweep finds is added to what those before found"
+    assert len(curves[at].seen) >= len(NODES) // 2
     assert runtime.generate(TEXT, **HOW).tokens == runtime.generate(TEXT, speculation="off", **HOW).tokens
-    assert len(swept) == 1
+    assert len(swept) == SWEEPS
 
 
 def test_no_sweep_where_a_profile_says_what_steps_cost(folders, monkeypatch, tmp_path):

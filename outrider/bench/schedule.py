@@ -22,6 +22,7 @@ from outrider.bench import policies, prompts, replay
 from outrider.bench.oracle import hindsight, informed
 from outrider.bench.report import provenance, save_as
 from outrider.control.fixed import fixed
+from outrider.control.guard import GRANT, READING
 from outrider.control.tables import Tables
 from outrider.core.sockets import Controller
 from outrider.core.types import Draft, Sequence
@@ -229,7 +230,7 @@ class Slow:
 
 def guarantee(count: int = 1, max_tokens: int = 256, rounds: int = 7, progress: Callable[[str], None] = print, **settings: Any) -> dict[str, Any]:
     """Total decode times beside plain's, paired, with drafters that cannot help: random weights, SLOWER times slower, open-ended
-    text at T = 1. The promise is (1 + limit) x plain + GRANT plain steps."""
+    text at T = 1. The promise is (1 + limit) x plain + GRANT plain steps, and for a drafter that reads the prompt READING of what the target took to."""
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
     target, rows = reference.target(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +279,8 @@ def _paired(plain: Writer, guarded: Writer, prompt: prompts.Prompt, max_tokens: 
         base = (seconds_per_token(a) + seconds_per_token(c)) / 2
         ratios.append(seconds_per_token(b) / base)
         same.append(seconds_per_token(c) / seconds_per_token(a))
-        promise.append(1.05 + 8 / max(b.produced, 1))
+        reading = READING * b.records[0].seconds.get("prefill", 0.0) / base
+        promise.append(1.05 + (GRANT + reading) / max(b.produced, 1))
     return {"ratio": median(ratios), "promised": median(promise), "same": median(same), "same_low": min(same), "same_high": max(same)}
 
 

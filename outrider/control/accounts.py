@@ -104,12 +104,15 @@ class Accounts:
     ) -> None:
         """What a step gave and took. `names`: who was looked at in it."""
         took, owed, bad_case, nodes, beside = _own(record), page.owed, None, min(max(record.drafted), DEEPEST), self.beside(record)
-        spent, worth, own = took, -beside / page.plain if page.plain else 0.0, took - drafting_of(record) - record.seconds.get("jit", 0.0)
+        read = self.ledger.forgive(seqs, drafting_of(record) - step.spent * page.plain) if step is not None and step.reads else 0.0
+        worth, own = (read - beside) / page.plain if page.plain else 0.0, took - drafting_of(record) - record.seconds.get("jit", 0.0)
+        spent = took - read
         if not nodes:
             spent, owed = self._plainly(page, record, beside, calm)
+            spent -= read
         elif step is not None:
             bad_case = step.room * page.plain * page.spread
-            spent = self.ledger.fairly(took, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
+            spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
             worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.begin(seq.request.id, page.owed)

@@ -36,7 +36,8 @@ class Adaptive:
     asks: ClassVar[bool] = True
 
     def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
-        self.tables, self.tier, self.ledger, self.starts = tables, tier, Ledger(slowdown), Starts(tables, cautious)
+        self.tables, self.tier, self.ledger = tables, tier, Ledger(slowdown)
+        self.starts = Starts(tables, self.ledger, cautious)
         self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}
         self.plans = {(some, depth): _plan(some, depth) for some in _subsets(list(tables.bits)) for depth in REACHES}

@@ -3,8 +3,8 @@
 A ledger per request. Every token earns what plain decoding would have taken for it and a little more (`allowance`); every
 step spends what it took; where nothing was verified, no more than such steps take, since plain decoding would have been
 held up as well. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at most
-(1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case. A machine that
-holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time, by
+(1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case. A drafter that must read the
+prompt before it begins may take READING of what the target took for that, and only for that, beside. A machine that holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time, by
 what its steps met of late, is not charged.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from outrider.core.types import Sequence
 
 GRANT = 8.0  # plain steps that a request begins with: from nothing drafting could hardly ever start
+READING = 0.5  # of the time that the target took to read a prompt: what drafters may take for it
 LONGEST = 32.0  # usual steps that a hold-up counts at most
 CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
 
@@ -21,7 +22,8 @@ CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are bel
 class Ledger:
     """Credit in seconds by request. `stalls`: speculative steps that took longer than the bad case they were admitted
     with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `met`: what plain steps took of late, and
-    `held`, how much of that they were held up, in usual steps; `spared`: seconds of holding up that speculative steps may still have, as plain ones would."""
+    `held`, how much of that they were held up, in usual steps; `spared`: seconds of holding up that speculative steps may still have, as plain ones would;
+    `unread`: by request, seconds that drafters may still take to read its prompt."""
 
     allowance: float = 0.05
     credit: dict[str, float] = field(default_factory=dict)
@@ -31,6 +33,7 @@ class Ledger:
     met: float = CALM_BEFORE
     held: float = 0.0
     spared: float = 0.0
+    unread: dict[str, float] = field(default_factory=dict)
 
     def begin(self, request: str, plain: float) -> float:
         """The credit of a request; where it was not heard of before, its grant."""
@@ -43,6 +46,21 @@ class Ledger:
     def short(self, seqs: list[Sequence], plain: float) -> bool:
         """Has any of the rows less than a plain step to spend? Seldom, and asked at every step."""
         return min(self.credit.get(s.request.id, plain) for s in seqs) < plain
+
+    def reading(self, seqs: list[Sequence]) -> float:
+        """Seconds that drafters may still take to read the prompts of all these; 0 before the target has read them."""
+        return min([self._unread(s) for s in seqs])
+
+    def _unread(self, seq: Sequence) -> float:
+        known = self.unread.get(seq.request.id)
+        return READING * seq.records[0].seconds.get("prefill", 0.0) if known is None and seq.records else known or 0.0
+
+    def forgive(self, seqs: list[Sequence], seconds: float) -> float:
+        """Drafters took `seconds` to read. Returns how much of that is not charged."""
+        spared = min(max(seconds, 0.0), self.reading(seqs))
+        for seq in seqs:
+            self.unread[seq.request.id] = self._unread(seq) - spared
+        return spared
 
     def charge(self, request: str, plain: float, tokens: int, seconds: float, admitted: float | None) -> None:
         """A step gave `tokens` for `seconds`; `admitted`: the bad case of a speculative one, None for a plain one."""
@@ -73,3 +91,4 @@ class Ledger:
 
     def end(self, request: str) -> None:
         self.credit.pop(request, None)
+        self.unread.pop(request, None)

@@ -5,6 +5,7 @@ to save is remembered.
 What does not seem to pay is tried anyway now and then, ever more rarely, within a budget: what a try brings it has not cost.
 """
 
+from outrider.control.guard import Ledger
 from outrider.control.rows import PATIENCE, Row
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Tables
@@ -17,6 +18,7 @@ PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem 
 EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
+UNMEASURED = 512  # steps after which nobody is waited for who would measure drafters: a server may never rest
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
 RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
@@ -25,12 +27,12 @@ AHEAD = 64  # tokens more than were written so far that a request is trusted to 
 
 
 class Starts:
-    """`cautious`: a drafter that costs something and was never measured does not start. `explored`: plain steps that tries have cost; `pause` and
+    """`cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `explored`: plain steps that tries have cost; `pause` and
     `due`: by drafter, steps between its tries and the step from which on the next may be; `rate`: tokens of earlier requests for the time of
     a plain step, and `lately` those of the request, rows and steps `known`."""
 
-    def __init__(self, tables: Tables, cautious: bool) -> None:
-        self.tables, self.cautious = tables, cautious
+    def __init__(self, tables: Tables, ledger: Ledger, cautious: bool) -> None:
+        self.tables, self.ledger, self.cautious = tables, ledger, cautious
         self.explored, self.rate, self.lately = 0.0, 1.0, 1.0
         self.known: tuple[str, int, int] | None = None
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
@@ -43,6 +45,7 @@ class Starts:
         if draft.token and not step.deeper(name, draft, tree.roots(draft.rows)):
             return False
         step.refused = wait > 0 and step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] > step.room
+        step.reads |= wait > 0
         return not step.refused or _later(step, name)
 
     def _pays(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, wait: float) -> bool:
@@ -51,32 +54,35 @@ class Starts:
         gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
         cost = max([promise.cost for promise in alone])
         best = (1 + gained) / cost
-        if self.cautious and not self.tables.measured(name, step.page.at):
+        if self.cautious and step.number < UNMEASURED and not self.tables.measured(name, step.page.at):
             return _later(step, name)
         if step.number < self.due[name]:
             if best * step.plain < 1 + RISK:
                 return _unpaid(step, name)
             if draft.token and best < step.best(draft)[1]:
                 return False
-        if self._too_much(step, name, wait, max([promise.levels for promise in alone])):
+        if self._too_much(step, seqs, name, wait, max([promise.levels for promise in alone])):
             step.refused = True
-            return _later(step, name)
+            alone_at_first = len(self.tables.bits) == 1 and not seqs[0].records
+            return _later(step, name, 0 if alone_at_first else BATCH)  # what reading may take is known once the target has read
         have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         saves = self._saves(step, seqs, draft, 1 + gained, cost) if wait else 0.0
         if best * self._tilt(name, draft) >= have * (1 + RISK) and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
             self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
         elif not self._try_anyway(step, name, wait):
             return not draft.token and _unpaid(step, name)
+        step.reads |= wait > 0
         if wait > LONG_READ:
             for row in step.rows:
                 row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
         return True
 
-    def _too_much(self, step: Step, name: str, wait: float, levels: int) -> bool:
-        """Would it leave less credit than the guard wants, or than others need?"""
+    def _too_much(self, step: Step, seqs: list[Sequence], name: str, wait: float, levels: int) -> bool:
+        """Would it leave less credit than the guard wants, or than others need? Reading has some of its own."""
         page = step.page
         spare = RESERVE + UNSURE * wait if len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK else 0.0
-        return step.spent + wait + page.drafting[name][levels] + page.seconds[levels] + spare > step.room
+        own = min(self.ledger.reading(seqs) / (page.plain * page.spread), wait + UNSURE * wait * (spare > 0)) if wait else 0.0
+        return step.spent + wait - own + page.drafting[name][levels] + page.seconds[levels] + spare > step.room
 
     def _saves(self, step: Step, seqs: list[Sequence], draft: Draft, tokens: float, cost: float) -> float:
         """Plain steps that a drafter which brings `tokens` for `cost` would save from here on, were all steps like this one. What it brings beyond the
@@ -151,8 +157,8 @@ def _unpaid(step: Step, name: str) -> bool:
     return _later(step, name)
 
 
-def _later(step: Step, name: str) -> bool:
+def _later(step: Step, name: str, steps: int = BATCH) -> bool:
     """No, and nothing will change that before the tables are looked at again."""
     for row in step.rows:
-        row.rest[name] = BATCH
+        row.rest[name] = steps
     return False

@@ -35,6 +35,7 @@ class Step:
     promised: dict[str, float] = field(default_factory=dict)
     expected: float = 1.0
     refused: bool = False  # did the guard keep a drafter from starting?
+    reads: bool = False  # does a drafter read before it begins?
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
     def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:

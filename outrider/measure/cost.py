@@ -7,6 +7,7 @@ present `pace`, so that a machine that is slow for a minute changes no decision.
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from outrider.core.errors import OutriderError
 
 DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
+FEW = 4  # observations after which a number is believed whatever larger ones take
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
 PACE, JOLT = 0.2, 1.5  # weight of one step in the machine's present pace, and for how many times what was expected it counts at most
 STEADY = 0.01  # weight of one plain step in what such steps take at pace 1: the pace moves fast, the shape of the costs slowly
@@ -108,7 +110,7 @@ def situation(tier: str, rows: int, context: int, sampled: bool) -> Situation:
 @dataclass(slots=True)
 class Curve:
     """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are
-    (cliffs stay), between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
+    (cliffs stay), but that one seen FEW times or less is not believed to take longer than a larger one: it was a busy moment. Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
 
     start: float
     slope: float
@@ -137,7 +139,11 @@ class Curve:
 
     def draw(self) -> None:
         known = sorted(self.seen)
-        points = [(n, self.seen[n][1]) for n in known] or [(0, self.start)]
+        points, least = [(0, self.start)] if not known else [], math.inf
+        for n in reversed(known):
+            count, mean = self.seen[n]
+            least = min(mean, least) if count <= FEW else mean
+            points.insert(0, (n, least))
         first, last = points[0], points[-1]
         line = [max(first[1] - self.slope * (first[0] - k), 0.1 * first[1]) for k in range(first[0])]
         for (a, x), (b, y) in itertools.pairwise(points):

@@ -26,6 +26,7 @@ from outrider.measure.trace import verdicts
 from outrider.runtime.engine import Engine
 
 PATIENCE = 0.4  # seconds that a sweep may take when nobody asked for one
+SWEEPS = 3  # moments in which nobody waits that such a sweep is spread over: one of them may be a busy one
 EVERY = 30.0  # seconds between two writings of what was learned
 NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
@@ -82,9 +83,11 @@ def table(costs: Costs) -> str:
 
 
 def sweep(
-    engine: Engine, tables: Tables, *, context: int = CONTEXT, rows: int = 1, sampled: bool = False, patience: float = PATIENCE, repeats: int = REPEATS
+    engine: Engine, tables: Tables, *, context: int = CONTEXT, rows: int = 1, sampled: bool = False, patience: float = PATIENCE, repeats: int = REPEATS,
+    found: "Found | None" = None,
 ) -> int:  # fmt: skip
-    """Measure steps of `rows` rows at `context` tokens for up to `patience` seconds; returns how many were taken.
+    """Measure steps of `rows` rows at `context` tokens for up to `patience` seconds, beside what was `found` in a sweep before; returns how many were
+    taken in all.
 
     Raises OutriderError when requests are running: they would be timed too.
     """
@@ -93,7 +96,7 @@ def sweep(
     before = engine.controller, engine.drafters, engine.bits, engine.jit
     engine.equip({**engine.drafters, FILLER: filler}, hot=0, front=engine.jit.front)
     try:
-        return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats)
+        return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats, found or Found())
     finally:
         engine.controller, engine.drafters, engine.bits, engine.jit = before
 
@@ -139,11 +142,15 @@ def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -
     return seq.steps
 
 
-def _sweep(engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int) -> int:
-    models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
+def _sweep(
+    engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int, found: "Found"
+) -> int:  # fmt: skip
+    models = found.models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
     others = [name for name in engine.drafters if name not in [*models, FILLER]]
-    found, asked, end = _Found(models), _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
-    for turn in range(repeats):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
+    asked, end = _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
+    for turn in range(
+        found.texts, found.texts + repeats
+    ):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
         seqs = [engine.submit(request) for request in asked]
         found.begin()
         try:
@@ -176,11 +183,11 @@ def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
     return [Plan()] * WARM + [plan for size in sizes for plan in (*[Plan()] * between, size)] + levels + asked + [Plan()] * (CALM + QUIET)
 
 
-class _Found:
+class Found:
     """Times by what was done. `models`: drafters whose rows still hold a prompt that is written a second time; all others read it anew."""
 
-    def __init__(self, models: list[str]) -> None:
-        self.models = models
+    def __init__(self) -> None:
+        self.models, self.sweeps = list[str](), 0
         self.verify: dict[int, list[float]] = {}
         self.draft: dict[str, dict[int, list[float]]] = {}
         self.far: dict[str, list[tuple[int, float]]] = {}
@@ -249,7 +256,7 @@ class Keeper:
 
     def __init__(self, tables: Tables, mark: dict[str, str], file: Path | None, base: dict[str, Any]) -> None:
         self.tables, self.mark, self.file, self.base = tables, mark, file, base
-        self.saved, self.swept = time.monotonic(), set[str]()
+        self.saved, self.found = time.monotonic(), dict[str, Found | None]()  # by tier; None: it was measured before
         if file is not None:
             atexit.register(self.save)
 
@@ -258,18 +265,20 @@ class Keeper:
         if engine.batcher.running or engine.batcher.waiting:
             return
         tier = engine.controller.tier() if hasattr(engine.controller, "tier") else None
-        if tier is not None and PATIENCE and tier not in self.swept:
-            self.swept.add(tier)
-            at = situation(tier, 1, CONTEXT, False)
-            if self.tables.costs.verify.get(at) is None or len(self.tables.costs.verify[at].seen) < len(NODES) // 2:
-                self._sweep(engine)
+        if tier is not None and PATIENCE:
+            if tier not in self.found:
+                known = self.tables.costs.verify.get(situation(tier, 1, CONTEXT, False))
+                self.found[tier] = Found() if known is None or len(known.seen) < len(NODES) // 2 else None
+            if (found := self.found[tier]) is not None and found.sweeps < SWEEPS:
+                self._sweep(engine, found)
         if time.monotonic() - self.saved > EVERY:
             self.save()
 
-    def _sweep(self, engine: Engine) -> None:
+    def _sweep(self, engine: Engine, found: Found) -> None:
         """A measurement that nobody asked for may fail, and the text that was just written is not lost with it."""
+        found.sweeps += 1
         try:
-            sweep(engine, self.tables, context=min(CONTEXT, engine.target.spec.context // 2))
+            sweep(engine, self.tables, context=min(CONTEXT, engine.target.spec.context // 2), found=found)
         except Exception as failed:  # whatever a model raises
             log.warning("costs were not measured (%s: %s): they are learned step by step", type(failed).__name__, failed)
 
