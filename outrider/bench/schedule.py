@@ -34,6 +34,7 @@ from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 
 PLAIN, AGAIN, ADAPTIVE, OFF = "plain", "plain again", "adaptive", "loaded, off"
+ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing else
 FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
 CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2")  # policies whose replays are compared with live runs
@@ -85,22 +86,24 @@ def schedule(
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
     folders = (target or reference.target(), draft or reference.draft())
     plain = outrider.load(folders[0], [], **settings)
-    fast = outrider.load(folders[0], ["lookup", f"model:{folders[1]}"], **settings, profile="off")
+    alone, fast = (outrider.load(folders[0], [*some, f"model:{folders[1]}"], **settings, profile="off") for some in ([], ["lookup"]))
     tables = fast.keeper.tables  # type: ignore[union-attr]
     asked = _asked(fast, count)
     progress("measuring costs")
     _measure(fast, tables, repeats=20)
+    _measure(alone, alone.keeper.tables)  # type: ignore[union-attr]
     progress("recording a trace")
     taped = replay.record(fast, asked, max_tokens, tables.costs, lambda at: progress(f"recording {at}"))
     contenders = {
         PLAIN: Writer(plain),
         **{f"{name}:{k}": Writer(fast, fixed(policies.chain(name, k))) for name in policies.singly_and_together(fast.engine.drafters) for k in FIXED},
     }
-    contenders |= {ADAPTIVE: Writer(fast), OFF: Writer(fast, speculation="off"), AGAIN: Writer(plain)}
+    contenders |= {ADAPTIVE: Writer(fast), ALONE: Writer(alone), OFF: Writer(fast, speculation="off"), AGAIN: Writer(plain)}
     for writer in contenders.values():
         writer(prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0), 32)
     for prompt in [p for p in _asked(fast, count + 1) if p not in asked]:
-        contenders[ADAPTIVE](prompt, max_tokens)  # what a first user of the pair would have left in the profile
+        for name in (ADAPTIVE, ALONE):
+            contenders[name](prompt, max_tokens)  # what a first user of the pair would have left in the profile
     found: list[dict[str, Any]] = [taped.costs]
     times, why, think = _interleaved(
         contenders, asked, max_tokens, rounds, progress, lambda: found.append(_rested(plain, fast, Tables(tables.bits, Costs({}))))
