@@ -15,7 +15,7 @@ from outrider.measure.cost import DEEPEST, FAR
 
 RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
-EXPLORE, GIFT = 0.003, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
+EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 UNMEASURED = 512  # steps after which nobody is waited for who would measure drafters: a server may never rest
@@ -80,9 +80,12 @@ class Starts:
     def _too_much(self, step: Step, seqs: list[Sequence], name: str, wait: float, levels: int) -> bool:
         """Would it leave less credit than the guard wants, or than others need? Reading has some of its own."""
         page = step.page
-        spare = RESERVE + UNSURE * wait if len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK else 0.0
-        own = min(self.ledger.reading(seqs) / (page.plain * page.spread), wait + UNSURE * wait * (spare > 0)) if wait else 0.0
-        return step.spent + wait - own + page.drafting[name][levels] + page.seconds[levels] + spare > step.room
+        beside = len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK
+        unsure = (1 + UNSURE) * wait
+        own = self.ledger.reading(seqs) / (page.plain * page.spread) if wait else 0.0
+        reading = min(max(unsure - own, 0.0), unsure if beside else wait)
+        spare = RESERVE if beside else 0.0
+        return step.spent + reading + page.drafting[name][levels] + page.seconds[levels] + spare > step.room
 
     def _saves(self, step: Step, seqs: list[Sequence], draft: Draft, tokens: float, cost: float) -> float:
         """Plain steps that a drafter which brings `tokens` for `cost` would save from here on, were all steps like this one. What it brings beyond the
