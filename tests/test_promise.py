@@ -17,7 +17,7 @@ from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED, Held
 from outrider.control.controller import EARN, Adaptive
-from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, READING, Ledger
+from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
 from outrider.control.rows import awake
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
@@ -59,29 +59,6 @@ def test_a_useless_drafter(case: str, believed: str) -> None:
         assert beyond(records) <= 0
     if believed == "true":
         assert controller.ledger.worst < 0.1, "what was known beforehand leaves no debt"
-
-
-@pytest.mark.parametrize("level", [0.1, 0.4])
-def test_catching_up_is_asked_of_the_guard(level: float) -> None:
-    """A drafter that would read for 20 plain steps before it begins, though each of its levels is cheap."""
-    of = trace(5, costs(linear(0.05), {"model": linear(level, 0.0)}, catch_up=0.05), {"model": lambda t, d: 0.8})
-    (records,) = drive(replace(of, texts=[replace(of.texts[0], length=400)]), adaptive(of))
-    assert max(r.reading.seconds for r in records) < GRANT + 2
-
-
-@pytest.mark.parametrize(("seed", "each"), [(3, 0.065), (7, 0.065), (6, 0.07), (8, 0.07)])
-def test_reading_that_takes_longer_than_expected_finds_its_credit(seed: int, each: float) -> None:
-    """What it takes to read a prompt is known least: it starts where the guard has more credit than that, or not at all."""
-    priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01), "model": linear(0.3, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, each]}}
-    of = trace(seed, priced, {"lookup": lambda t, d: 0.95 if (t + d) % 4 < 2 else 0.0, "model": lambda t, d: 0.97}, length=300)
-    controller, begun = adaptive(of := replace(of, texts=[replace(of.texts[0], length=100)])), list[int]()
-
-    def slow(n: int, name: str) -> float:
-        begun.extend([n] if name == "model" else [])
-        return 1.8 if begun == [n] else 1.0
-
-    drive(of, controller, Weather(of, slow))
-    assert controller.ledger.stalls == 0 and len(begun) > 100
 
 
 def works(kind: str, rng: random.Random) -> Callable[[int, str], float]:
@@ -386,34 +363,3 @@ def test_steps_of_many_rows_do_not_tell_what_one_row_is_owed(monkeypatch) -> Non
         engine.step()
     assert all(price <= alone for rows, price in prices if rows == 1) and max(prices) > (2, 0)
     assert all(price > 1.5 * alone for rows, price in prices if rows == 2)
-
-
-def test_reading_a_prompt_has_seconds_of_its_own() -> None:
-    """A share of what the target took to read it, once, whoever reads; nothing before it is known, and for nothing else."""
-    ledger, seqs = Ledger(), [SimpleNamespace(request=SimpleNamespace(id=name), records=[]) for name in "ab"]
-    assert ledger.reading(seqs) == 0.0 and ledger.forgive(seqs, 1.0) == 0.0
-    ledger.end("a")
-    ledger.end("b")
-    for seq, took in zip(seqs, (4.0, 6.0), strict=True):
-        seq.records.append(SimpleNamespace(seconds={"prefill": took}))
-    assert ledger.reading(seqs) == 4 * READING and ledger.reading(seqs[1:]) == 6 * READING
-    assert ledger.forgive(seqs, -1.0) == 0.0 and ledger.forgive(seqs, 0.5) == 0.5
-    assert ledger.forgive(seqs, 9.0) == 4 * READING - 0.5 and ledger.reading(seqs) == 0.0
-    assert ledger.forgive(seqs[1:], 9.0) == pytest.approx(2 * READING)
-    ledger.end("a")
-    assert ledger.reading(seqs[:1]) == 4 * READING, "the next request of that name begins anew"
-
-
-@pytest.mark.parametrize("prefill", [0.0, 40.0])
-def test_a_drafter_that_must_read_begins_where_the_target_read_for_long(prefill: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten plain steps of reading are more than the grant: the guard has them at once only if the target took 40 for the same prompt. What is beside
-    them is within the promise."""
-    monkeypatch.setattr(Ledger, "_unread", lambda self, seq: self.unread.get(seq.request.id, READING * prefill * bool(seq.records)))
-    monkeypatch.setattr("outrider.control.starts.AHEAD", 400)  # it is the guard alone that is in the way
-    priced = costs(linear(0.05), {"model": linear(0.2, 0.0)}) | {"catch_up": {"model": [1, 0.1]}}
-    of = trace(3, priced, {"model": lambda t, d: 0.9}, length=400)
-    of = replace(of, texts=[replace(of.texts[0], length=100)])
-    (records,) = drive(of, adaptive(of))
-    began = next((n for n, r in enumerate(records) if r.levels), len(records))
-    assert (began <= 2) == bool(prefill)
-    assert beyond(records) <= READING * prefill

@@ -148,9 +148,8 @@ def _sweep(
     models = found.models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
     others = [name for name in engine.drafters if name not in [*models, FILLER]]
     asked, end = _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
-    for turn in range(
-        found.texts, found.texts + repeats
-    ):  # the same texts each time, which stay as long as they are said to be; their prompts are still in the rows
+    # The same texts each time, which stay as long as they are said to be; their prompts are still in the rows.
+    for turn in range(found.texts, found.texts + repeats):
         seqs = [engine.submit(request) for request in asked]
         found.begin()
         try:
@@ -238,7 +237,7 @@ class Found:
         slope = (middle[max(middle)] - middle[0]) / (max(middle) or 1)
         costs.pace = 1.0
         costs.verify[at] = Curve(middle[0], max(slope, 0.0), {n: [float(len(self.verify[n])), t] for n, t in middle.items()}, spread)
-        costs.plains[at] = costs.plains.get(at, 0) + len(self.verify[0])
+        costs.plains[at] = max(costs.plains.get(at, 0), len(self.verify[0]))
         if self.steady:
             costs.steady[at] = median(self.steady)
         for name, times in self.draft.items():
