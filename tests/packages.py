@@ -1,6 +1,6 @@
 """What tests of compiled steps share: a folder to build from, its packages, and places to look for some.
 
-One pair of packages is built for all modules, by the real builder. The head of the model has every row twice, so that every
+One set of packages is built for all modules, by the real builder. The head of the model has every row twice, so that every
 largest logit is an exact tie; the vocabulary is padded. A test module names the fixtures it uses (`served = packages.served`).
 """
 
@@ -79,7 +79,7 @@ def builder(request, tmp_path_factory, folder) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def built(builder) -> Path:
-    """The folder with both packages."""
+    """The folder with all packages."""
     place = builder[1]
     end = time.monotonic() + 600
     while not all((place / f"{shape}.pt2").exists() for shape in SHAPES):

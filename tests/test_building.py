@@ -70,18 +70,29 @@ def test_a_package_without_weights_serves_all_models_of_its_config(tmp_path, cac
 
 @pytest.mark.parametrize(
     ("weights", "free", "shapes"),
-    [(100, 0, 0), (100, 399, 0), (100, 400, 1), (100, 799, 1), (100, 800, 2), (100, 10**9, 2), (0, 0, 0), (0, 400, 2), (10**9, 10**9, 0)],
+    [
+        (100, 0, 0),
+        (100, 399, 0),
+        (100, 400, 1),
+        (100, 799, 1),
+        (100, 800, 2),
+        (100, 1200, 3),
+        (100, 10**9, 3),
+        (0, 0, 0),
+        (0, 400, 3),
+        (10**9, 10**9, 0),
+    ],
 )
 def test_frozen_packages_may_take_a_quarter_of_what_is_free(weights, free, shapes):
     assert worth_freezing(weights, free) == SHAPES[:shapes]
 
 
 def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch):
-    assert [MemoryPlan(100, 7, SHAPES[:n]).packed for n in range(3)] == [0, 100, 200]
-    assert [MemoryPlan(100, 7, SHAPES[:n]).total for n in range(3)] == [107, 207, 307]
+    assert [MemoryPlan(100, 7, SHAPES[:n]).packed for n in range(4)] == [0, 100, 200, 300]
+    assert [MemoryPlan(100, 7, SHAPES[:n]).total for n in range(4)] == [107, 207, 307, 407]
     off = memory_plan(folder, "float32", 2, 100)
     assert off == memory_plan(folder, "float32", 2, 100, "off") and off.frozen == () and off.total == off.weights + off.cache
-    for copies in range(3):
+    for copies in range(4):
         free = off.weights + off.cache + 4 * copies * off.weights
         monkeypatch.setattr(load.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         assert memory_plan(folder, "float32", 2, 100, "auto") == dataclasses.replace(off, frozen=SHAPES[:copies])

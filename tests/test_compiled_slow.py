@@ -22,21 +22,22 @@ from outrider.control.fixed import fixed
 from outrider.core.types import MAX_NODES, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.models import builder, compiled
-from outrider.models.compiled import SHAPES, Compiled, Recipe, start_builder
+from outrider.models.compiled import PREFILL, SHAPES, Compiled, Recipe, start_builder
 from outrider.models.step import Step
 from outrider.runtime.engine import Engine
 
 even, folder, cache, started = packages.even, packages.folder, packages.cache, packages.started
 
 
-def build_wide(recipe: Recipe, step: Step) -> Compiled:
-    """Its wide package, built here."""
+def build_wide(recipe: Recipe, step: Step, *more: str) -> Compiled:
+    """Its wide package, and more, built here."""
     place = recipe.place()
     place.mkdir(parents=True)
-    builder.build(step, "any", "any" in recipe.frozen, place / "any.pt2")
+    for shape in ("any", *more):
+        builder.build(step, shape, shape in recipe.frozen, place / f"{shape}.pt2")
     found = Compiled(recipe, step)
     found.look()
-    assert set(found.packages) == {"any"}, found.reason
+    assert set(found.packages) == {"any", *more}, found.reason
     return found
 
 
@@ -63,7 +64,7 @@ def test_other_classes_compile_and_agree(name, dtype, tmp_path, cache, started):
     """Windows of two kinds, learned positions, tied heads."""
     zoo.module(name).save_pretrained(tmp_path / name)
     model = model_of(tmp_path / name, dtype=dtype, tokens=zoo.VOCAB)
-    model.compiled = build_wide(recipe_of(tmp_path / name, dtype=dtype, vocab=zoo.VOCAB), model.step)
+    model.compiled = build_wide(recipe_of(tmp_path / name, dtype=dtype, vocab=zoo.VOCAB), model.step, PREFILL)
     check_scores(model, recompute(model), np.random.default_rng(9), zoo.VOCAB, 0.02 if dtype == "float32" else 0.25)
     assert model.meter.tier == "compiled"
 

@@ -16,13 +16,14 @@ from outrider.core.cache import step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
-from outrider.models.compiled import NOT_COMPILED, SHAPES, Recipe, example
+from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, Recipe, example
 from outrider.models.package import INDEPENDENT, complete
-from outrider.models.step import ATTENTION, Step, grouped_attention
+from outrider.models.step import ATTENTION, Prefill, Step, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
 BESIDE, IN_CODE = {INSIDE: False, APART: "pickle_weights"}, {INSIDE: True, APART: None}  # weights beside the code can be shared
 TUNED = [{"max_autotune": True, **BESIDE, "max_autotune_gemm_backends": some} for some in ("CPP", "CPP,ATEN")]  # Gemma-2 has products that need ATEN
+EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
@@ -52,17 +53,16 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
 
 def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Callable[..., Any], note: dict[str, str]) -> None:
     """note: what the package says of itself. Raises OutriderError where the model's forward breaks the graph, and whatever Inductor raises."""
-    dim = torch.export.Dim
-    b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
-    count, width = (1, 1) if shape == "one" else (3, 8)
+    count, width = EXAMPLE[shape]
     rows = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in step.store.rows(0, 1)]
-    each: dict[int, Any] = {2: capacity} if shape == "one" else {0: b, 2: capacity}
-    shapes = ({} if shape == "one" else {0: b, 1: w}, {0: c}, [each] * len(rows))
-    inputs = (example(count, width, len(step.windows)), torch.arange(128), rows)
+    inputs = (example(count, width, len(step.windows)), torch.arange(max(128, width)), rows)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     try:
         with torch.no_grad():
-            program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
+            program = torch.export.export(
+                Prefill(step) if shape == PREFILL else step, inputs, dynamic_shapes=_symbols(shape, len(rows)), strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )  # fmt: skip
     except Exception as broken:
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     finally:
@@ -71,6 +71,15 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         note = note | INDEPENDENT
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
+
+
+def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
+    """What of the inputs of a step may have any size: as many `tensors` as hold a row's keys and values."""
+    dim = torch.export.Dim
+    b, w, c, capacity = dim("b", min=1, max=64), dim("w", min=1, max=MAX_NODES), dim("c", min=1, max=2**20), dim("capacity", min=2, max=2**20)
+    table = {"any": {0: b, 1: w}, "one": {}, PREFILL: {1: dim("text", min=1, max=2**20)}}
+    row: dict[int, Any] = {0: b, 2: capacity} if shape == "any" else {2: capacity}
+    return table[shape], {0: c}, [row] * tensors
 
 
 def _independent(program: torch.export.ExportedProgram) -> bool:

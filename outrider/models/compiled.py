@@ -1,8 +1,8 @@
 """Compiled steps: what serves a model's forwards once another process has built it, from then on and at every later start.
 
-A model gets at most two packages: `any`, whose rows, width and context are symbols, so that one serves every shape, and
-`one`, for a single row of a single token, which is a little faster. They are built by a low-priority process and kept
-on disk, so eager forwards serve at once and nobody waits. Weights are frozen into a package where memory allows it
+A model gets at most three packages: `any`, whose rows, width and context are symbols, so that one serves every shape;
+`one`, for a single row of a single token, which is a little faster; and `prefill`, which reads the text of a row and leaves out what only
+logits hang on. They are built by a low-priority process and kept on disk, so eager forwards serve at once and nobody waits. Weights are frozen into a package where memory allows it
 (packed and joined: measured at 1.7 times the speed on small models); else packages borrow the model's own.
 Invariant: a package is used only after it has agreed with the eager step on this very model.
 """
@@ -21,16 +21,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.core.cache import cache_folder, held, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.package import Package, seconds_of, seconds_of_each
-from outrider.models.step import Step
+from outrider.models.step import Prefill, Step
 
-VERSION = 8  # of what is built here: raise it when a package of before must not be used
-SHAPES = ("any", "one")
+VERSION = 9  # of what is built here: raise it when a package of before must not be used
+PREFILL = "prefill"
+STEPS, SHAPES = ("any", "one"), ("any", "one", PREFILL)  # those that tell logits; all, in the order in which they are built
 BUILDER = "outrider.models.builder"  # the module that a process runs to build them
 HOT = 3  # looks in vain, each POLL apart, after which building begins: the first tokens of a process come undisturbed
 POLL = 0.2  # seconds between looks at the disk while another process builds
@@ -40,7 +41,10 @@ COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the w
 # Seconds until threads are chosen again, twice as many each time up to so many, and what that may take, by package and choice.
 SOON, SELDOM, BRIEF = 2.0, 600.0, 0.02
 LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
-WIDE = 8  # columns by which the threads of `any` are chosen: wide steps lose most by a wrong choice
+WIDE, LONG = 8, 128  # columns by which `any` and `prefill` are tried, and their threads chosen: wide steps lose most by a wrong choice
+BEHIND = 8  # tokens of the text that they are tried on
+COLUMNS = {"any": WIDE, "one": 1, PREFILL: LONG}
+DIFFERS = 0.25  # `apart`: another model, or another attention, is further away
 log = logging.getLogger("outrider")
 
 
@@ -155,7 +159,7 @@ class Compiled:
 
     def look(self) -> None:
         """Take up what has been built since the last look."""
-        before = len(self.packages)
+        before = set(self.packages)
         for shape in SHAPES:
             if shape not in self.packages and self._file(shape).exists():
                 try:
@@ -166,7 +170,7 @@ class Compiled:
                     log.warning("%s cannot be used and was removed: %s", self._file(shape), str(damaged).split("\n")[0])
         if len(self.packages) < len(SHAPES):
             self._failed()
-        if before < len(self.packages) == len(SHAPES):
+        if not before.issuperset(STEPS) and self.packages.keys() >= set(STEPS):
             self._weigh()
         self.looked = time.monotonic()
 
@@ -174,8 +178,8 @@ class Compiled:
     def _weigh(self) -> None:
         """After how many single tokens in a row `one` serves them (`steady`): at once where both read the same weights, else when they make up for going over
         to its copy. On a machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for nothing does."""
-        given = example(1, 1, len(self.step.windows), after=8), torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
-        taken = dict(zip(self.packages, seconds_of_each([functools.partial(package, *given) for package in self.packages.values()]), strict=True))
+        given = self._given(1)
+        taken = dict(zip(STEPS, seconds_of_each([functools.partial(self.packages[shape], *given) for shape in STEPS]), strict=True))
         gained = taken["any"] - taken["one"]
         if taken["one"] >= WORSE * taken["any"]:
             self.steady = math.inf
@@ -193,13 +197,13 @@ class Compiled:
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
         package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
-        table, read, rows = self._given(shape)
-        want, got = (run(table, read, rows)[0].float() for run in (self.step, package))
-        if not float((want - got).abs().max()) <= 0.25 * float(want.std().clamp_min(1e-6)):
+        eager = Prefill(self.step) if shape == PREFILL else self.step
+        given = self._given(COLUMNS[shape])
+        if not apart(eager, package, *given) <= DIFFERS:
             self.reason = "eager:package-differs"
             log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
             return
-        if package.place(table, read, rows) > seconds_of(lambda: self.step(table, read, rows)):
+        if package.place(*given) > seconds_of(lambda: eager(*given)):
             self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
             return
         if package.note:
@@ -208,10 +212,11 @@ class Compiled:
             )
         self.packages[shape] = package
 
-    def _given(self, shape: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A text that a package may be tried on, with something to attend to."""
-        table = example(1, 1 if shape == "one" else WIDE, len(self.step.windows), after=8)
-        return table, torch.arange(64), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
+    def _given(self, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """So many columns, or what fits, of a text that a package may be tried on, with something to attend to."""
+        width = min(width, self.step.store.capacity - BEHIND - 1)
+        table = example(1, width, len(self.step.windows), after=BEHIND)
+        return table, torch.arange(max(64, BEHIND + width)), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
 
     @torch.inference_mode()
     def rest(self) -> None:
@@ -219,11 +224,11 @@ class Compiled:
         by one thread for good."""
         if self.packages and time.monotonic() - self.placed >= self.trusted:
             for shape, package in self.packages.items():
-                package.place(*self._given(shape), patience=BRIEF)
+                package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
             self.placed, self.trusted = time.monotonic(), min(2 * self.trusted, SELDOM)
 
     def settle(self) -> None:
-        """Stay for good with what is there now, for every shape the same: the wide package, or eager steps."""
+        """Stay for good with what is there now, for every shape the same: the wide package, or eager steps. Texts are read eagerly."""
         self.look()
         self._start()  # for the next start
         self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
@@ -231,7 +236,7 @@ class Compiled:
         self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
 
     def wait(self, strict: bool = False) -> None:
-        """Come back when both packages are there, or it is clear that they will not be. `strict` is the same here: `settle` chooses among them."""
+        """Come back when all packages are there, or it is clear that they will not be. `strict` is the same here: `settle` chooses among them."""
         end = time.monotonic() + WAIT
         self.look()
         self._start()
@@ -253,8 +258,18 @@ def _say_once(line: str) -> None:
 
 
 def start_builder(recipe: Recipe, folder: Path) -> None:
-    """Build both packages in another process of low priority, which outlives this one."""
+    """Build the packages in another process of low priority, which outlives this one."""
     start(BUILDER, json.dumps(dataclasses.asdict(recipe)), str(folder), folder=folder)
+
+
+def apart(eager: nn.Module, package: Package, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
+    """How far a package is from the eager step: in logits, over their spread; where it tells none, in a head's key or value of a token, over its length."""
+    one, other = ([x.clone() for x in rows] for _ in range(2))
+    want, got = eager(table, read, one), package(table, read, other)
+    if want:
+        return float((want[0].float() - got[0].float()).abs().max() / want[0].float().std().clamp_min(1e-6))
+    wrote = [(a[0, :, table[0, :, 2]].float(), b[0, :, table[0, :, 2]].float()) for a, b in zip(one, other, strict=True)]
+    return float(torch.stack([((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-6)).max() for a, b in wrote]).max())
 
 
 def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:

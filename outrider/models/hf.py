@@ -5,7 +5,6 @@ signature (logits_to_keep). `models.load` refuses by name what it knows to be di
 """
 
 import copy
-import inspect
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import SAMPLED, Draft, Ints, ModelSpec, Outcome, Places, Scores, Sequence
-from outrider.models.compiled import Compiled
+from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Rows
 from outrider.models.slots import SlotCache
@@ -26,7 +25,7 @@ from outrider.models.step import Step
 
 LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
-SHARED = "chunk store rows device dtype far numbers reads tables one_logit pinned".split()  # of a model and its views
+SHARED = "chunk store rows device dtype far numbers reads tables pinned".split()  # of a model and its views
 STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
 
@@ -60,7 +59,6 @@ class HFModel:
         self.numbers = torch.arange(self.store.capacity, device=self.device)
         self.reads: dict[int, Tensor] = {}
         self.tables: dict[tuple[int, int], tuple[Ints, Tensor, list[Tensor]]] = {}  # that are kept, as tensors and with their row, by row and width
-        self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
         self.forwards, self.computed, self.pinned = 0, 0, False
         self.store.allocate(self.device, self._probe)
 
@@ -92,8 +90,18 @@ class HFModel:
             tail = self.rows.tail(seq)[:-1]
             for start in range(0, len(tail), self.chunk):
                 part = tail[start : start + self.chunk]
-                self._eager(self.rows.append(seq, part), None, nodes=False, **self.one_logit)
+                self._read(self.rows.append(seq, part))
                 self.rows.appended(seq, part)
+
+    def _read(self, block: Block) -> None:
+        """One chunk of text into the cache."""
+        package = self.compiled.packages.get(PREFILL) if isinstance(self.compiled, Compiled) else None
+        if package is None:
+            self._eager(block, None, nodes=False, **self.step.one_logit)
+            return
+        start = time.perf_counter()
+        package(*self._inputs(block))
+        self.meter.seconds += time.perf_counter() - start
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: Any = None) -> Scores:
         """As the socket says. reusing: a view of the first layers (models.exits); what it computed in this step is not computed again."""
@@ -172,9 +180,9 @@ class HFModel:
         if package is None:
             return self._eager(block, last)
         start = time.perf_counter()
-        out = package(*self._inputs(block, last))
+        logits, found = package(*self._inputs(block, last))
         self.meter.seconds += time.perf_counter() - start
-        return out
+        return logits, found
 
     @torch.inference_mode()
     def _eager(self, block: Block, last: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:

@@ -45,13 +45,13 @@ class Package:
         about = self.loader.get_metadata()
         self.independent, self.note = INDEPENDENT.items() <= about.items(), about.get("note", "")
 
-    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         before = torch.get_num_threads()
         if self.threads == before:
-            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
+            return tuple(self.loader.boxed_run([table, read, *rows]))
         torch.set_num_threads(self.threads)
         try:
-            return tuple(self.loader.boxed_run([table, read, *rows]))  # type: ignore[return-value]
+            return tuple(self.loader.boxed_run([table, read, *rows]))
         finally:
             torch.set_num_threads(before)
 

@@ -4,6 +4,7 @@ The same module runs eagerly, is exported and compiled, or is captured as a CUDA
 nothing of sequences; `kv.Block` says what the numbers mean.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Step(nn.Module):
     def __init__(self, module: Any, store: SlotCache, windows: dict[str, int | None], vocab: int) -> None:
         super().__init__()
         self.module, self.store, self.windows, self.vocab = module, store, windows, vocab
+        self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
         if module.config._attn_implementation == "sdpa":
             module.config._attn_implementation = ATTENTION
 
@@ -79,3 +81,16 @@ class Step(nn.Module):
                 seen = seen | ((ahead >= 0) & (ahead < 64) & (bit == 1))
             masks[kind] = torch.where(seen, 0.0, torch.finfo(self.module.dtype).min).to(self.module.dtype)[:, None]
         return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+class Prefill(nn.Module):
+    """The same forward for the keys and values that it writes, of columns that are text. Eagerly the head sees one of them; compiled, what only logits hang on is
+    left out, the last layer's attention and feed-forward included."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[()]:
+        self.step(table, read, rows, nodes=False, **self.step.one_logit)
+        return ()

@@ -1,0 +1,120 @@
+"""The package that reads text: what it writes into the cache is what the eager forward writes, and it is used only where that holds."""
+
+import shutil
+
+import packages
+import pytest
+import torch
+from contracts import plain, recompute, request, sequence
+from packages import CLOSE, DTYPE, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
+
+import outrider
+from outrider.models import compiled, package
+from outrider.models.compiled import DIFFERS, PREFILL, SHAPES, STEPS, Compiled, apart
+from outrider.models.hf import HFModel
+
+even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
+serve, served, cache, started = packages.serve, packages.served, packages.cache, packages.started
+
+
+def read(model: HFModel, tokens: list[int], before: int = 0) -> list[torch.Tensor]:
+    """The cache after `tokens` were read by the last of three rows, behind `before` that were read eagerly; elsewhere it is random."""
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        for x in model.store.rows(0, len(model.rows.all)):
+            x.normal_()
+    seqs = [sequence([*tokens[:before], 1], f"r{n}") for n in range(3)]
+    for seq in seqs:
+        model.open(seq)
+    package, model.compiled = model.compiled, None
+    model.prefill(seqs[2:])
+    model.compiled = package
+    seqs[2].tokens[:] = [*tokens, 1]
+    model.prefill(seqs[2:])
+    assert (row := model.rows.of(seqs[2])).text == tokens and row.index == 2
+    return [x.clone() for x in model.store.rows(0, len(model.rows.all))]
+
+
+@pytest.mark.parametrize(("length", "before"), [(1, 0), (2, 0), (9, 8), (31, 0), (32, 0), (33, 0), (100, 0), (100, 40), (199, 150)])
+def test_what_it_writes_is_what_the_eager_forward_writes(served, folder, length, before):
+    """Chunks of 32 tokens, borders crossed; nothing else is written."""
+    tokens = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    calls, whole = [], served.compiled.packages[PREFILL]
+    served.compiled.packages[PREFILL] = lambda *given: calls.append(given[0].shape[1]) or whole(*given)
+    want, got = read(model_of(folder), tokens, before), read(served, tokens, before)
+    fresh = length - before
+    assert calls == [min(32, fresh - start) for start in range(0, fresh, 32)]
+    for a, b in zip(want, got, strict=True):
+        lengths = a[2, :, :length].float().norm(dim=-1)
+        assert float(((a - b)[2, :, :length].float().norm(dim=-1) / lengths).max()) < CLOSE
+        a[2, :, :length] = b[2, :, :length] = 0
+        assert torch.equal(a, b), "only the slots of the text are written"
+
+
+def test_a_text_read_by_it_goes_on_as_one_read_eagerly(served, folder):
+    """Token after token behind a prompt of three chunks: each is the likeliest, or nearly, of a model that reads eagerly."""
+    asked = request((PROMPT * 12)[:80], max_tokens=30)
+    text = plain(served, [asked])[0]
+    afresh = recompute(model_of(folder))
+    for at, token in enumerate(text):
+        logits = afresh([*asked.prompt, *text[:at]]).float()
+        assert float(logits.max() - logits[token]) < CLOSE * float(logits.std())
+    assert len(text) == 30
+
+
+@pytest.mark.parametrize("part", ["keys", "none", "nan"])
+def test_apart_sees_one_wrong_key(served, part):
+    """A single head's key of a single token, among all; a cache left as it was; no number."""
+    given = served.compiled._given(compiled.COLUMNS[PREFILL])
+    eager = compiled.Prefill(served.step)
+
+    def wrong(table: torch.Tensor, slots: torch.Tensor, rows: list[torch.Tensor]) -> tuple:
+        if part != "none":
+            eager(table, slots, rows)
+            line = rows[2][0, 1, int(table[0, 5, 2])]
+            line[:] = torch.nan if part == "nan" else line.flip(0)
+        return ()
+
+    with torch.inference_mode():
+        assert apart(eager, eager, *given) == 0
+        assert not apart(eager, wrong, *given) <= DIFFERS
+
+
+def test_one_of_other_weights_is_not_used(built, tmp_path, cache, started, caplog):
+    """Steps are served eagerly or compiled as before; what reads is refused alone, and it is said."""
+    other = twin_folder(tmp_path / "other", seed=5)
+    place = recipe_of(other).place()
+    place.mkdir(parents=True)
+    shutil.copy(built / f"{PREFILL}.pt2", place)
+    (place / "failed").write_text("eager:not-compiled\nthe disk is full")
+    rt = outrider.load(other, [], dtype=DTYPE, compile="auto")
+    assert rt.engine.target.compiled.packages == {} and any("differs" in r.getMessage() for r in caplog.records)
+    assert texts_and_tiers(rt)[0] == texts_and_tiers(outrider.load(other, [], dtype=DTYPE, compile="off"))[0]
+
+
+def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(serve, monkeypatch):
+    times = iter([1.0, 3.0, 1.0, 3.0, 3.0, 1.0])  # by turns what a package takes and what eager forwards do
+    served = serve(100)
+    monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [next(times)] * len(calls))
+    monkeypatch.setattr(compiled, "seconds_of_each", lambda calls, **_: [1.0] * len(calls))
+    monkeypatch.setattr(compiled, "seconds_of", lambda call: next(times))
+    again = Compiled(served.compiled.recipe, served.step)
+    assert tuple(again.packages) == STEPS and again.reason == "eager:package-slower" and next(times, None) is None
+    served.compiled = again
+    assert len(plain(served, [request(PROMPT * 10, max_tokens=4)])[0]) == 4 and served.meter.tier == "compiled"
+
+
+def test_strict_texts_are_read_eagerly(served):
+    """A package that is there in one process and not yet in another would change bits."""
+    served.pin()
+    assert set(served.compiled.packages) == {"any"}
+    assert len(plain(served, [request(PROMPT * 10, max_tokens=4)])[0]) == 4 and served.meter.tier == "compiled"
+
+
+@pytest.mark.parametrize("context", [1, 20, 63, 64, 130])
+def test_it_is_tried_on_what_fits_into_a_short_context(serve, context):
+    """A row has 65 slots more than its context; the text that a package is tried on may be longer than both."""
+    model = serve(context)
+    table, slots, _ = model.compiled._given(compiled.COLUMNS[PREFILL])
+    assert int(table[..., 2].max()) < model.store.capacity - 1 and len(slots) <= model.store.capacity - 1
+    assert set(model.compiled.packages) == set(SHAPES)
