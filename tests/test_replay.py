@@ -67,6 +67,17 @@ def test_a_replay_goes_as_the_live_run(recorded: Trace, plan: tuple) -> None:
         assert not plan or 0 < again.accepted < again.drafted
 
 
+def test_what_the_target_read_counts_for_the_guard_and_not_as_decoding(recorded: Trace) -> None:
+    """Seconds of reading the prompt stand in the first record of each text, and in no total."""
+    slow = changed(recorded, texts=[changed(text, prefill=7.0 * n) for n, text in enumerate(recorded.texts, 1)])
+    assert all(text.prefill > 0 for text in recorded.texts)
+    unread = changed(recorded, texts=[changed(text, prefill=0.0) for text in recorded.texts])
+    plan = fixed(Plan((("model", 3, 1),)))
+    for again, other, text in zip(replay(slow, plan), replay(unread, plan), slow.texts, strict=True):
+        assert again.seconds == pytest.approx(other.seconds) and other.records[0].seconds["prefill"] == 0
+        assert [r.seconds["prefill"] for r in again.records] == [pytest.approx(text.prefill), *[0.0] * (again.steps - 1)]
+
+
 def test_recording_leaves_the_controller_as_it_was() -> None:
     rt, known = toys(), Costs({})
     known.verified(situation("", 1, 10, False), 0, 1.0)

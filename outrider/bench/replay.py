@@ -34,7 +34,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens."""
+    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `prefill`: seconds that the target took to read
+    the prompt, of which the guard gives drafters a part."""
 
     prompt: str
     category: str
@@ -42,6 +43,7 @@ class Text:
     length: int
     tokens: list[int]
     guesses: dict[str, list[tuple[list[int], list[float]]]]
+    prefill: float = 0.0  # 0: not written down
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs:
             while seq.finish_reason is None:
                 engine.step()
             guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
-            texts.append(Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses))
+            read = seq.records[0].seconds["prefill"]
+            texts.append(Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses, read))
     finally:
         engine.controller = before
     return Trace(list(engine.drafters), costs.state(), texts)
@@ -177,7 +180,9 @@ class _Target:
 
     def close(self, seq: Sequence) -> None: ...
 
-    def prefill(self, seqs: list[Sequence]) -> None: ...
+    def prefill(self, seqs: list[Sequence]) -> None:
+        assert self.world.text is not None
+        self.world.time += 0.0 if seqs[0].steps else self.world.text.prefill
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
@@ -251,7 +256,7 @@ def engine_of(trace: Trace, world: World, controller: Controller, at_once: tuple
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One text under one policy: seconds, steps, nodes drafted and accepted, and the records."""
+    """One text under one policy: seconds after the target's prefill, steps, nodes drafted and accepted, and the records."""
 
     text: Text
     seconds: float
@@ -276,7 +281,7 @@ def replay(trace: Trace, controller: Controller) -> list[Replayed]:
             engine.step()
         assert seq.generated == text.tokens, "a replay wrote another text"
         drafted, accepted = sum(r.drafted[0] for r in seq.records), sum(r.accepted[0] for r in seq.records)
-        out.append(Replayed(text, world.time - start, len(seq.records), drafted, accepted, seq.records))
+        out.append(Replayed(text, world.time - start - text.prefill, len(seq.records), drafted, accepted, seq.records))
     return out
 
 
