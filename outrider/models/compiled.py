@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from outrider.core.cache import cache_folder, held, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
+from outrider.models.kv import slots_for
 from outrider.models.package import Package, seconds_of, seconds_of_each
 from outrider.models.step import Prefill, Step
 
@@ -214,7 +215,7 @@ class Compiled:
 
     def _given(self, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """So many columns, or what fits, of a text that a package may be tried on, with something to attend to."""
-        width = min(width, self.step.store.capacity - BEHIND - 1)
+        width = min(width, max(self.step.store.capacity - slots_for(0) - BEHIND, WIDE))  # positions that the model has
         table = example(1, width, len(self.step.windows), after=BEHIND)
         return table, torch.arange(max(64, BEHIND + width)), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
 
@@ -276,6 +277,6 @@ def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:
     """A table of some text of `width` tokens behind `after` others."""
     table = torch.zeros(rows, width, 4 + kinds, dtype=torch.int64)
     place = torch.arange(after, after + width)
-    for column, value in enumerate((place + 5, place, place, place + 1)):
+    for column, value in enumerate((5 + place % 16, place, place, place + 1)):  # ids that the smallest vocabulary has
         table[..., column] = value
     return table
