@@ -92,7 +92,8 @@ def test_one_of_other_weights_is_not_used(built, tmp_path, cache, started, caplo
     assert texts_and_tiers(rt)[0] == texts_and_tiers(outrider.load(other, [], dtype=DTYPE, compile="off"))[0]
 
 
-def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(serve, monkeypatch):
+def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(serve, monkeypatch, caplog):
+    compiled._say_once.cache_clear()
     times = iter([1.0, 3.0, 1.0, 3.0, 3.0, 1.0])  # by turns what a package takes and what eager forwards do
     served = serve(100)
     monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [next(times)] * len(calls))
@@ -100,6 +101,7 @@ def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(serve, 
     monkeypatch.setattr(compiled, "seconds_of", lambda call: next(times))
     again = Compiled(served.compiled.recipe, served.step)
     assert tuple(again.packages) == STEPS and again.reason == "eager:package-slower" and next(times, None) is None
+    assert caplog.text.count("are read eagerly (eager:package-slower)") == 1
     served.compiled = again
     assert len(plain(served, [request(PROMPT * 10, max_tokens=4)])[0]) == 4 and served.meter.tier == "compiled"
 
@@ -113,8 +115,10 @@ def test_strict_texts_are_read_eagerly(served):
 
 @pytest.mark.parametrize("context", [1, 20, 63, 64, 130])
 def test_it_is_tried_on_what_fits_into_a_short_context(serve, context):
-    """A row has 65 slots more than its context; the text that a package is tried on may be longer than both."""
+    """A row has 65 slots more than its context; the text that a package is tried on may be longer than both. Ids and positions are those that the smallest
+    models have."""
     model = serve(context)
     table, slots, _ = model.compiled._given(compiled.COLUMNS[PREFILL])
     assert int(table[..., 2].max()) < model.store.capacity - 1 and len(slots) <= model.store.capacity - 1
+    assert int(table[..., 0].max()) <= 20 and int(table[..., 1].max()) < max(context, compiled.BEHIND + compiled.WIDE)
     assert set(model.compiled.packages) == set(SHAPES)

@@ -206,6 +206,8 @@ class Compiled:
             return
         if package.place(*given) > seconds_of(lambda: eager(*given)):
             self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
+            if shape == PREFILL:  # no step's tier tells it
+                _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
             return
         if package.note:
             _say_once(
