@@ -124,7 +124,7 @@ def test_the_second_start_is_served_from_disk(folder, tmp_path):
 
     first = start()
     there = files()
-    assert sorted(Path(f).name for f in there) == ["any.pt2", "log", "one.pt2"]
+    assert sorted(Path(f).name for f in there) == ["any.pt2", "log", "one.pt2", "prefill.pt2"]
     assert set(first[1]["target"]) == {"compiled"}
     assert start() == first and files() == there
 
