@@ -132,12 +132,14 @@ def mended(whole: str, damage: str) -> str:
         text["guesses"][name].pop()
     elif damage == "no guesses":
         text["guesses"] = {}
+    elif damage.startswith("prefill"):
+        text["prefill"] = {"prefill -1": -1.0, "prefill x": "x", "prefill NaN": float("nan")}[damage]
     else:
         text["tokens"] = "a" * len(text["tokens"])
     return "\n".join(map(json.dumps, [head, text, *rest]))
 
 
-@pytest.mark.parametrize("damage", ["no costs", "more drafters", "fewer guesses", "no guesses", "letters"])
+@pytest.mark.parametrize("damage", ["no costs", "more drafters", "fewer guesses", "no guesses", "letters", "prefill -1", "prefill x", "prefill NaN"])
 def test_a_trace_that_contradicts_itself_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
     recorded.save(file := tmp_path / "a.jsonl")
     file.write_text(mended(file.read_text(), damage))

@@ -7,6 +7,7 @@ measured apart, live.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -88,6 +89,8 @@ class Trace:
             for name in self.drafters:
                 if len(text.guesses[name]) != len(text.tokens) or any(len(said) != len(scores) for said, scores in text.guesses[name]):
                     raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")
+            if not 0 <= text.prefill < math.inf:
+                raise ValueError(f"{text.prompt}: its prefill takes {text.prefill} s")
             if not all(type(token) is int for token in text.tokens):
                 raise ValueError(f"{text.prompt}: its tokens are no ids")
 
