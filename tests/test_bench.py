@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM
 
-from outrider.bench import ablation, peers, prompts, run, synthetic, verdict
+from outrider.bench import ablation, peers, prompts, run, start, synthetic, verdict
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, summary
 from outrider.bench.table import markdown
@@ -246,3 +246,16 @@ def test_verdicts_are_timed_in_pairs_on_the_same_steps(rule, tmp_path, monkeypat
     assert all(0 < r["least"] <= r["ratio"] <= r["most"] for r in result["rows"])
     verdict.save(result, tmp_path)
     assert json.loads((tmp_path / "verdict.json").read_text())["rule"] == rule and (tmp_path / "verdict.md").read_text().count("\n| ") == 8
+
+
+def test_a_cold_start_is_held_against_the_eager_one_of_its_round() -> None:
+    """On a machine that becomes twice as slow between rounds, and where cold starts take a tenth of a second more, the medians of either kind tell something else."""
+    eager = [4.0, 4.1, 8.0, 8.1, 8.2]
+    rows: dict[str, list[dict[str, float | None]]]
+    rows = {kind: [{"loaded": t, "first_token": t + more, "compiled": None} for t in eager] for kind, more in (("eager", 0.0), ("cold", 0.1))}
+    assert start.later(rows) == pytest.approx({"low": 0.1, "median": 0.1, "high": 0.1})
+    rows["cold"][1]["first_token"] = 7.0
+    assert start.later(rows)["median"] == pytest.approx(0.1)
+    table = {kind: {key: start._median([row[key] for row in given]) for key in given[0]} for kind, given in rows.items()}
+    told = start.markdown({"seconds": table, "later": start.later(rows)})
+    assert "| cold | 8.00 | 8.10 | - |" in told and "+0.10 s after the eager one's of its round" in told

@@ -1,7 +1,8 @@
 """How long a user waits for the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one.
 
 Each run is a process of its own, in rotating order, eager ones with a cache of their own as cold ones have; the clock starts before the library is imported. `compiled` is when the first
-step was served by a package (None: it was not within the text).
+step was served by a package (None: it was not within the text). Starts of one round follow each other closely, so a cold one is held against the eager one of its
+round: between minutes a machine differs by more.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from outrider.bench.report import provenance, save_as
@@ -34,7 +35,7 @@ print(json.dumps({"loaded": loaded, "first_token": first, "compiled": served}))
 """
 
 
-def start(rounds: int = 3, progress: Callable[[str], None] = print) -> dict[str, Any]:
+def start(rounds: int = 9, progress: Callable[[str], None] = print) -> dict[str, Any]:
     """Seconds by kind of start, medians over rounds, with all rounds behind them."""
     rows: dict[str, list[dict[str, float | None]]] = {"eager": [], "cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as root:
@@ -47,7 +48,14 @@ def start(rounds: int = 3, progress: Callable[[str], None] = print) -> dict[str,
                 rows[kind].append(_run(how, Path(root) / cache))
                 _stop_builders(Path(root) / cache)
     table = {kind: {key: _median([row[key] for row in given]) for key in given[0]} for kind, given in rows.items()}
-    return {"where": provenance(), "seconds": table, "rounds": rows}
+    return {"where": provenance(), "seconds": table, "later": later(rows), "rounds": rows}
+
+
+def later(rows: dict[str, list[dict[str, float | None]]]) -> dict[str, float]:
+    """Seconds by which the first token of a cold start comes later than that of the eager one of the same round: lower quartile, median, upper quartile."""
+    apart = [(cold["first_token"] or 0.0) - (eager["first_token"] or 0.0) for cold, eager in zip(rows["cold"], rows["eager"], strict=True)]
+    low, middle, high = quantiles(apart, n=4, method="inclusive")
+    return {"low": low, "median": middle, "high": high}
 
 
 def _run(compile: str, cache: Path) -> dict[str, float | None]:
@@ -74,7 +82,9 @@ def markdown(result: dict[str, Any]) -> str:
     for kind, row in result["seconds"].items():
         cells = [f"{row[key]:.2f}" if row[key] is not None else "-" for key in ("loaded", "first_token", "compiled")]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    late = result["later"]
+    told = f"A cold start's first token comes {late['median']:+.2f} s after the eager one's of its round (quartiles {late['low']:+.2f} to {late['high']:+.2f})."
+    return "\n".join([*lines, "", told])
 
 
 def save(result: dict[str, Any], folder: Path) -> None:
