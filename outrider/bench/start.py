@@ -53,9 +53,16 @@ def start(rounds: int = 9, progress: Callable[[str], None] = print) -> dict[str,
 
 def later(rows: dict[str, list[dict[str, float | None]]]) -> dict[str, float]:
     """Seconds by which the first token of a cold start comes later than that of the eager one of the same round: lower quartile, median, upper quartile."""
-    apart = [(cold["first_token"] or 0.0) - (eager["first_token"] or 0.0) for cold, eager in zip(rows["cold"], rows["eager"], strict=True)]
-    low, middle, high = quantiles(apart, n=4, method="inclusive")
+    low, middle, high = quantiles(
+        [_first(cold) - _first(eager) for cold, eager in zip(rows["cold"], rows["eager"], strict=True)], n=4, method="inclusive"
+    )
     return {"low": low, "median": middle, "high": high}
+
+
+def _first(row: dict[str, float | None]) -> float:
+    seconds = row["first_token"]
+    assert seconds is not None, "a process ended without a token"
+    return seconds
 
 
 def _run(compile: str, cache: Path) -> dict[str, float | None]:
