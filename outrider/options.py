@@ -1,5 +1,6 @@
 """Options that several commands share. Imports nothing heavy."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,14 @@ def toml(file: Path) -> dict[str, Any]:
         raise OutriderError(f"{file} is not TOML", str(bad), "mending the line it names") from bad
 
 
+def there(folder: Path) -> Path:
+    """Make a folder for results, or refuse it before anything is measured: minutes would be lost."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutriderError(f"nothing can be written into {folder}", "you may not", "--out with a folder of your own")
+    return folder
+
+
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; default: the embedded reference pair.")]
 Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
 Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]
@@ -58,4 +67,4 @@ RuleName = Annotated[str | None, typer.Option("--rule", help="exact or coupled; 
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")]
 Config = Annotated[Path | None, typer.Option(is_eager=True, callback=defaults, help="A TOML file of these options; flags win.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The last line of the output is one JSON document.")]
-Out = Annotated[Path, typer.Option(help="Folder for the results, as JSON and as a table.")]
+Out = Annotated[Path, typer.Option(callback=there, help="Folder for the results, as JSON and as a table.")]

@@ -222,6 +222,19 @@ def test_files_and_folders_that_are_of_no_use_are_named(outrider, folders, tmp_p
     assert code == 2 and f"the cache folder {in_the_way} is of no use" in err and "OUTRIDER_CACHE=" in err
 
 
+@pytest.mark.parametrize("bench", ["speed", "strict", "start", "synthetic", "schedule", "guarantee"])
+def test_a_folder_that_cannot_hold_results_is_refused_before_anything_is_measured(outrider, tmp_path, monkeypatch, bench):
+    """Results of minutes would be lost: no model is loaded, no process begun."""
+    monkeypatch.setattr("outrider.load", None)
+    monkeypatch.setattr("subprocess.run", None)
+    (in_the_way := tmp_path / "file").write_text("")
+    code, _, err = outrider("bench", bench, "--out", in_the_way)
+    assert code == 2 and f"outrider: {in_the_way}: File exists. Try: a" in err
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    code, _, err = outrider("bench", bench, "--out", tmp_path / "new")
+    assert code == 2 and "nothing can be written into" in err and "--out" in err
+
+
 def test_what_looks_like_a_file_and_is_none_is_said(outrider, folders):
     code, _, err = outrider("run", "story.txt", "--target", folders["target"], "--compile", "off", "--profile", "off", "--max-tokens", 3)
     assert code == 0 and "there is no file story.txt: these words are continued themselves" in err
