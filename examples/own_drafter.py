@@ -13,7 +13,7 @@ class Parrot:
 
     def observe(self, seqs, draft, outcome): ...
 
-    def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1):
+    def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1, on=None):
         parents, tokens = [], []
         for place in frontier:
             seq = seqs[~place if place < 0 else draft.row[place]]

@@ -46,9 +46,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of, name)
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, *how: Any, levels: int = 1) -> Draft:
+    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, *how: Any, levels: int = 1, on: Any = None) -> Draft:
         self.calls.append((draft, list(frontier)))
-        return self.of.extend(seqs, draft, frontier, *how, levels=levels)
+        return self.of.extend(seqs, draft, frontier, *how, levels=levels, on=on)
 
 
 class Backwards:

@@ -32,7 +32,7 @@ class Oracle:
     def observe(self, *step):
         self._fail("observe")
 
-    def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1):
+    def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1, on=None):
         self._fail("extend")
         for p in frontier:
             seq, depth = seqs[tree.row_at(draft, p)], tree.depth_at(draft, p)

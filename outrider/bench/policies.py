@@ -54,6 +54,9 @@ class MovingAverage:
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
 
+    def on(self, score: float) -> bool:
+        return True
+
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         return tree.survival(draft)
 
@@ -88,6 +91,9 @@ class Bandit:
 
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
+
+    def on(self, score: float) -> bool:
+        return True
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         return tree.survival(draft)

@@ -31,7 +31,7 @@ LEVELS = """\
 {ask}        frontier = {fitting}
         if not frontier:
             break
-        full = {part}.extend(seqs, full, frontier, {width}, {bit}, settings, noise, levels={ahead})
+        full = {part}.extend(seqs, full, frontier, {width}, {bit}, settings, noise, levels={ahead}{on})
         deepest = [depth for n, depth in enumerate(full.depth) if depth > level and full.source[n] & {bit}]
         level = max(deepest, default=level + 1)
         frontier = [n for n, depth in enumerate(full.depth) if depth == level and full.source[n] & {bit}]
@@ -163,6 +163,7 @@ class _Writer:
         for line in LEVELS.format(
             text=_words(op), starts="[-1]" if one else "tree.roots(len(seqs))", depth=depth, ask=ask, fitting=fits, part=part,
             width=width if not bounded else "across", bit=self.bits[name], ahead=ahead if width == 1 or bounded else 1, name=name,
+            on="" if self.facts.told else ", on=parts.controller.on",
         ).splitlines():  # fmt: skip
             self.say(line)
             if bounded and "full = parts" in line:

@@ -194,11 +194,15 @@ class Adaptive:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             level = step.gone(name, draft, frontier)
-            going = step.deeper(name, draft, frontier)
+            going = step.deeper(name, draft, frontier) if step.stopped != name else []
+        step.going = name
         if going:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
         return going
+
+    def on(self, score: float) -> bool:
+        return self.step is None or self.step.on(score)
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """By what was learned of the drafters; by their own scores where nothing is decided."""

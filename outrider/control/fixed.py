@@ -25,6 +25,9 @@ class Told:
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
 
+    def on(self, score: float) -> bool:
+        return not self.asks  # who has a say is asked every time
+
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         return tree.survival(draft)
 

@@ -34,29 +34,47 @@ class Step:
     known: tuple[int, int, float] = (0, 0, 1.0)
     promised: dict[str, float] = field(default_factory=dict)
     expected: float = 1.0
+    going: str = ""  # the drafter that was asked for last
+    stopped: str = ""  # one that went on by itself, until it no longer paid
     refused: bool = False  # did the guard keep a drafter from starting?
     reads: bool = False  # does a drafter read before it begins?
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
     def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:
         """Does any number of levels more pay? Looking one ahead would stop in front of every step and cliff of the costs."""
-        page, level, rows = self.page, self.levels[name], len(self.rows)
-        if not frontier or (self.trial and level >= PROBED):
+        rows = len(self.rows)
+        if not frontier or (self.trial and self.levels[name] >= PROBED):
             return []
         survival = self.survivals(draft)
         have, nodes = sum(survival, float(rows)), max([draft.row.count(r) for r in range(rows)])
-        cost = self.spent + page.verify[min(nodes, DEEPEST)]
         left = self._left(draft, survival, frontier)
         reach = sum(
             [left[p] * (self.tables.below(name, draft.score[p]) if p >= 0 else self.tables.first(name, self.rows[~p].history)) for p in frontier]
         )
-        drafting, gained = page.drafting[name], 0.0
+        return frontier if self._deepens(name, nodes, have, reach) else []
+
+    def on(self, score: float) -> bool:
+        """`deeper` of a chain that a drafter makes by itself where there was no node before."""
+        name, survival, tables = self.going, self.survival, self.tables
+        level, history = self.levels[name], self.rows[0].history
+        survival.append((survival[-1] if survival else 1.0) * tables.chance(self.page, name, level, score, history))
+        if (self.trial and level >= PROBED) or not self._deepens(name, level, sum(survival, 1.0), survival[-1] * tables.below(name, score)):
+            self.stopped = name
+            return False
+        self.levels[name], drafting = level + 1, self.page.drafting[name]
+        self.spent += drafting[level + 1] - drafting[level]
+        return True
+
+    def _deepens(self, name: str, nodes: int, have: float, reach: float) -> bool:
+        """`nodes`: a row has; `have`: tokens expected; `reach`: of one more level."""
+        page, level = self.page, self.levels[name]
+        cost, drafting, gained = self.spent + page.verify[min(nodes, DEEPEST)], page.drafting[name], 0.0
         for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
             gained += reach * page.after[name] ** (m - 1)
             then = self.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
             if gained * cost > (then - cost) * have and then <= self.room:
-                return frontier
-        return []
+                return True
+        return False
 
     def gone(self, name: str, draft: Draft, frontier: Places) -> int:
         """Levels that a drafter has gone by now, which may be more than it was let: some draft a few at a time."""
@@ -94,10 +112,11 @@ class Step:
         if self.known[0] == len(draft):
             return self.known[1:]
         if tree.straight(draft):
-            key = self.rows[0].history & SEEN, self.spent, self.plain, tuple(draft.source), tuple(draft.score)
-            found = self.page.chains.get(key)
-            if found is None:
-                found = self.page.chains[key] = self._best_of_chain(draft)
+            if len(self.survival) == len(draft):  # each was looked at when it was made, and no two such chains are alike
+                found = self._best_of_chain(draft)
+            else:
+                key = self.rows[0].history & SEEN, self.spent, self.plain, tuple(draft.source), tuple(draft.score)
+                found = self.page.chains.get(key) or self.page.chains.setdefault(key, self._best_of_chain(draft))
             self.known = len(draft), *found
             return found
         rows, survival, verify = draft.rows, self.survivals(draft), self.page.verify
@@ -116,16 +135,9 @@ class Step:
 
     def _best_of_chain(self, draft: Draft) -> tuple[int, float]:
         """The same of a chain of one row, which is what most steps ask."""
-        page, verify, spent, history, alike, p = self.page, self.page.verify, self.spent, self.rows[0].history, (0, -1.0), 0.0
-        chance, marked = self.tables.chance, self.tables.marked
-        gained = survival = 1.0
-        plain = best = 1 / (self.spent + self.plain)
-        at = 0
-        for n, (source, score) in enumerate(zip(draft.source[:DEEPEST], draft.score, strict=False), 1):
-            if n <= LEVELS or (source, score) != alike:
-                names, alike = marked(source), (source, score)
-                p = chance(page, names[0], n, score, history) if len(names) == 1 else max([chance(page, name, n, score, history) for name in names])
-            survival *= p
+        verify, spent, gained, at = self.page.verify, self.spent, 1.0, 0
+        plain = best = 1 / (spent + self.plain)
+        for n, survival in enumerate(self.survivals(draft)[:DEEPEST], 1):
             gained += survival
             worth = gained / (spent + verify[n])
             if worth > best:

@@ -4,6 +4,7 @@ Prompt lookup, n-gram and input copy are this one drafter over one index. Every 
 certain of what it proposes and samples nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mypy_extensions import mypyc_attr
@@ -68,7 +69,8 @@ class Lookup:
         """Nothing to record: the text itself is the record, indexed at the next use."""
 
     def extend(
-        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1,
+        on: Callable[[float], bool] | None = None,
     ) -> Draft:
         if width == 1:
             for place in frontier:

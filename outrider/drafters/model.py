@@ -6,6 +6,7 @@ settings: with replacement-free siblings under `exact` (q is kept for the verdic
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -45,14 +46,15 @@ class ModelDrafter:
         self.model.commit(seqs, draft, outcome)
 
     def extend(
-        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1,
+        on: Callable[[float], bool] | None = None,
     ) -> Draft:
         frontier = [p for p in frontier if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft
         simple = settings.raw and width == 1 and self.model.spec.vocab_size <= self.vocab
         if simple and (ahead := self._ahead(seqs, draft, frontier, levels)) > 1:
-            return self._chain(seqs, draft, frontier[0], ahead, source)
+            return self._chain(seqs, draft, frontier[0], ahead, source, on)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
             tokens, logp = decided(scores)
@@ -77,17 +79,21 @@ class ModelDrafter:
         return self._points(draft, frontier, raced, width, source)
 
     def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int) -> int:
-        """Levels that are drafted at once: several on a device for which the host would have to wait at each."""
-        if near(self.model.spec.device) or len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
+        """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if nobody drafted before and the
+        request asks for no floor, which is looked at between calls."""
+        if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
             return 1
-        return min(levels, AHEAD, self.model.spec.context - self._end(seqs, draft, frontier[0]))
+        levels = min(levels, self.model.spec.context - self._end(seqs, draft, frontier[0]))
+        if not near(self.model.spec.device):
+            return min(levels, AHEAD)
+        return 1 if draft.token or seqs[0].request.limits.floor else levels
 
-    def _chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int) -> Draft:
-        """The likeliest tokens below a place, found one after the other without the host."""
-        tokens, logp = decided(self.model.chain(seqs, draft, place, levels))  # type: ignore[attr-defined]
+    def _chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, on: Callable[[float], bool] | None) -> Draft:
+        """The likeliest tokens below a place, found one after the other."""
+        tokens, logp = self.model.chain(seqs, draft, place, levels, on)  # type: ignore[attr-defined]
         made = tree.run(draft, place, tokens, source, [math.exp(x) for x in logp])
-        nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(levels - 1)]
-        if nodes[:1] != [len(draft)]:  # others had guessed the same
+        nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(len(tokens) - 1)] if draft.token else []
+        if nodes and nodes[0] != len(draft):  # others had guessed the same
             self.model.rename(seqs[0], dict(enumerate(nodes, len(draft))))  # type: ignore[attr-defined]
         return made
 

@@ -4,6 +4,7 @@ An `EarlyExit` is a view of the first L layers that remembers what it computed f
 `score(..., reusing=view)` runs those layers only where the view did not, and all columns through the layers above.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Places, Scores, Sequence
-from outrider.models.hf import HFModel, HFView, decoder_layers, with_layers
+from outrider.models.hf import Decided, HFModel, HFView, decoder_layers, with_layers
 from outrider.models.kv import Block
 from outrider.models.step import Step
 
@@ -65,9 +66,9 @@ class EarlyExit(HFView):
         self.forget([self.rows.of(seq).index for seq in seqs])
         super().drop(seqs)
 
-    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int) -> Scores:
+    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None) -> Decided:
         self.forget([self.rows.of(seqs[~place]).index] if place < 0 else [])
-        return super().chain(seqs, draft, place, levels)
+        return super().chain(seqs, draft, place, levels, on)
 
     def _serve(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = super()._serve(block, last)

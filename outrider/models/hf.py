@@ -5,7 +5,9 @@ signature (logits_to_keep). `models.load` refuses by name what it knows to be di
 """
 
 import copy
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +18,17 @@ from torch import Tensor, nn
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import SAMPLED, Draft, Ints, ModelSpec, Outcome, Places, Scores, Sequence
+from outrider.core.sampling import decided, near
+from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
-from outrider.models.kv import Block, Rows
+from outrider.models.kv import Block, Layout, Rows
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
 LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
+Decided = tuple[list[int], list[float]]  # tokens, and their log-probabilities
 SHARED = "chunk store rows device dtype far numbers reads tables pinned".split()  # of a model and its views
 STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
@@ -113,18 +117,37 @@ class HFModel:
         logits, found = outs[0] if len(outs) == 1 else [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
         return Scores(logits, at=layout.at, found=found)
 
-    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int) -> Scores:
-        """`score` of a place of one row, of the likeliest token after it, of the likeliest after that: `levels` places in all. Tokens go from forward to
-        forward on the device; the host waits once, when it reads `found`. The guesses are this step's scratch, as nodes len(draft), len(draft) + 1, ...,
-        until `rename` says what became of them."""
+    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None) -> Decided:
+        """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, and their log-probabilities. The guesses are this step's
+        scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last is not scored. Where the host sees each of
+        them, `on(probability)` says whether another is wanted."""
         self._catch_up(seqs, [place])
-        found: list[Tensor] = []
-        for _ in range(levels):
-            (block,) = self.rows.layout(seqs, draft, [place]).blocks
+        seq, layout = seqs[tree.row_at(draft, place)], self.rows.layout(seqs, draft, [place])
+        if near(self.spec.device):
+            return self._seen(seq, layout, len(draft), place, levels, on)
+        return self._unseen(seq, layout, len(draft), place, levels)
+
+    def _seen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, on: Callable[[float], bool] | None) -> Decided:
+        (block,), at = layout.blocks, layout.at
+        tokens, chances = list[int](), list[float]()
+        while True:
+            logits, told = self._serve(block)
+            (token,), (chance,) = decided(Scores(logits, at=at, found=told))
+            tokens.append(token)
+            chances.append(chance)
+            if len(tokens) == levels or not (on is None or on(math.exp(chance))):
+                return tokens, chances
+            block, at, node, place = self.rows.onward(seq, node, place, token), None, node + 1, node
+
+    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int) -> Decided:
+        """Tokens go from forward to forward on the device; the host waits once, at the end."""
+        (block,), found = layout.blocks, list[Tensor]()
+        while True:
             logits, told = self._serve(block, found[-1][0] if found else None)
             found.append(told[0, -1].clone())  # what a graph found lives until its next step
-            draft, place = tree.grow(draft, [place], [0], 0, SAMPLED), len(draft)
-        return Scores(logits[:, -1:], found=torch.stack(found)[None])
+            if len(found) == levels:
+                return decided(Scores(logits[:, -1:], found=torch.stack(found)[None]))
+            block, node, place = self.rows.onward(seq, node, place, 0), node + 1, node
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
         """Nodes that are called otherwise now."""

@@ -181,7 +181,7 @@ class Rows:
         row, columns = self._columns([seq], draft, -1)
         start, base = len(columns) - 1, row.base
         if base + count >= self.capacity or any(w is not None and w <= count for w in self.windows):  # too long, or not all sees all
-            columns += [self._node_column(row, draft, n) for n in range(count)]
+            columns += [self._node_column(row, n, draft.parent[n], draft.token[n]) for n in range(count)]
         else:
             row.scratch = {n: (2 << n) - 1 for n in range(count)}
             kinds = len(self.windows)
@@ -195,28 +195,28 @@ class Rows:
             row = self.of(seqs[draft.row[place]])
             first = [] if row.base >= 0 else self._columns(seqs, draft, ~draft.row[place])[1]
             missing = [n for n in tree.ancestors(draft, place)[:-1] if n not in row.scratch] if draft.parent[place] not in row.scratch else []
-            return row, [*first, *[self._node_column(row, draft, n) for n in [*missing, place]]]
+            return row, [*first, *[self._node_column(row, n, draft.parent[n], draft.token[n]) for n in [*missing, place]]]
         row = self.of(seqs[~place])
         start = len(row.text)
         tail = seqs[~place].tokens[start:]
         row.base, row.scratch, row.resumed = start + len(tail), row.scratch if row.resumed else {}, False
         return row, [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
-    def _node_column(self, row: Row, draft: Draft, node: int) -> Column:
-        parent, depth = draft.parent[node], draft.depth[node]
+    def _node_column(self, row: Row, node: int, parent: int, token: int) -> Column:
         k = list(row.scratch).index(node) if node in row.scratch else len(row.scratch)  # one that is scored again keeps its slot
         if row.base + k + 1 >= self.capacity:
             raise OutriderError(
                 f"{self.name} has {self.capacity} slots a row and needs {row.base + k + 2}", "", "a larger context or a smaller draft"
             )
         sees = row.scratch[node] = (row.scratch[parent] if parent >= 0 else 0) | 1 << k
-        kinds = [_signed(sees if w is None or w > depth else self._recent(row, draft, node, w)) for w in self.windows]
-        return (draft.token[node], row.base - 1 + depth, row.base + k, row.base, *kinds)
+        depth = sees.bit_count()
+        kinds = [_signed(sees if w is None or w > depth else _recent(sees, w)) for w in self.windows]
+        return (token, row.base - 1 + depth, row.base + k, row.base, *kinds)
 
-    def _recent(self, row: Row, draft: Draft, node: int, window: int) -> int:
-        """The scratch slots of the node and its window - 1 nearest ancestors."""
-        order = list(row.scratch)
-        return sum(1 << order.index(n) for n in tree.ancestors(draft, node)[-window:])
+    def onward(self, seq: Sequence, node: int, parent: int, token: int) -> Block:
+        """The forward of one more node of this step, below a place that was scored."""
+        row = self.of(seq)
+        return self._line(row, [self._node_column(row, node, parent, token)])
 
     def _block(self, held: list[Row], lines: list[list[Column]]) -> Block:
         if len(lines) == 1:
@@ -292,6 +292,13 @@ def _neighbours(by_index: dict[int, int]) -> Iterator[list[int]]:
         last = index
     if run:
         yield run
+
+
+def _recent(sees: int, window: int) -> int:
+    """Of the scratch slots on a node's path, those of itself and its window - 1 nearest ancestors: the last ones."""
+    while sees.bit_count() > window:
+        sees &= sees - 1
+    return sees
 
 
 def _signed(bits: int) -> int:
