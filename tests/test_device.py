@@ -22,7 +22,7 @@ from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.tables import LOOK, Tables
 from outrider.core import sampling
-from outrider.core.types import AHEAD, Plan
+from outrider.core.types import AHEAD, Limits, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
@@ -70,13 +70,16 @@ def records(name: str, plan: Plan, noise: float, **asked):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("depth", [2, 4, 7])
 @pytest.mark.parametrize("noise", [0.05, 0.4])
-def test_a_chain_that_stays_on_the_device_is_the_chain_of_single_levels(name, depth, noise, request):
-    """Token for token and score for score, over a whole text: caches of nodes that others had guessed too are found again."""
-    plan = Plan((("lookup", 3, 1), ("model", depth, 1)))
-    near = records(name, plan, noise)
+def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noise, request, monkeypatch):
+    """Token for token and score for score, over a whole text, on the host and on the device: caches of nodes that others had guessed too are found again."""
+    plans = [Plan((("lookup", 3, 1), ("model", depth, 1))), Plan((("model", depth, 1),))]
+    with monkeypatch.context() as single:
+        single.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+        wanted = [records(name, plan, noise) for plan in plans]
+    assert [records(name, plan, noise) for plan in plans] == wanted
     request.getfixturevalue("far")
-    assert records(name, plan, noise) == near
-    assert any(sum(s == 3 for s in sources) for _, _, sources, *_ in near[0]), "some guesses were both drafters'"
+    assert [records(name, plan, noise) for plan in plans] == wanted
+    assert any(sum(s == 3 for s in sources) for _, _, sources, *_ in wanted[0][0]), "some guesses were both drafters'"
 
 
 def test_a_chain_goes_no_further_than_its_model(far):
@@ -110,6 +113,50 @@ def test_the_scheduler_counts_levels_that_went_by_themselves(level, far, monkeyp
             assert step.spent == pytest.approx(level * step.levels["model"])
             deepest = max(deepest, levels)
     assert seq.generated == plain(pair()[0], [asked])[0] and deepest > AHEAD
+
+
+@pytest.mark.parametrize("level", [0.2, 0.1, 0.02])
+@pytest.mark.parametrize("steep", [0.0, 0.05, 0.2])
+def test_a_chain_that_is_asked_between_guesses_ends_where_single_levels_do(level, steep, monkeypatch):
+    """The same drafts, levels, costs and reasons, over a whole text; and fewer calls."""
+
+    def told(single: bool):
+        target, draft = pair(noise=0.05)
+        controller = Adaptive(Tables({"model": 1}, Costs({"model": level})), lambda: "", slowdown=10.0)
+        drafter = ModelDrafter(draft, "model")
+        engine, calls, extend = Engine(target, {"model": drafter}, controller, 1), [], drafter.extend
+        engine.now = itertools.count().__next__
+        page = controller.tables.page
+        verify = [1.0 + steep * n for n in range(33)]
+        with monkeypatch.context() as fixed_costs:
+            fixed_costs.setattr(controller.tables, "_drafting", lambda name, at: [level * n for n in range(33)])
+            fixed_costs.setattr(controller.tables, "page", lambda at: replace(found, verify=verify) if (found := page(at)) else None)
+            fixed_costs.setattr(controller.tables, "below", lambda name, score: 1000 * score % 1)  # as good as any, and different at every guess
+            fixed_costs.setattr(controller.tables, "chance", lambda page, name, depth, score, history: 0.9 - 100 * score % 0.3)
+            fixed_costs.setattr(drafter, "extend", lambda *asked, **more: calls.append(1) or extend(*asked, **more))
+            if single:
+                fixed_costs.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+            seq, spent = engine.submit(request(LOOP, max_tokens=60)), []
+            while seq.finish_reason is None:
+                engine.step()
+                spent.append(controller.step and (controller.step.spent, controller.step.levels, controller.step.expected))
+        return [(r.draft.token, r.draft.score, r.levels, r.kept, r.reason) for r in seq.records], spent, len(calls)
+
+    one, many = told(True), told(False)
+    assert one[:2] == many[:2] and one[2] > many[2]
+    assert len({len(tokens) for tokens, *_ in one[0]}) > 1, "they do not all end alike"
+
+
+def test_a_drafter_waits_to_be_asked_where_guesses_have_a_floor():
+    """Which is looked at between calls: none is made below a guess that falls under it."""
+    target, draft = pair(noise=0.4)
+    made = {}
+    for floor in (0.0, 0.2):
+        asked = replace(request(LOOP, max_tokens=40), limits=Limits(floor=floor))
+        seq = run(Engine(target, {"model": ModelDrafter(draft, "model")}, fixed(Plan((("model", 6, 1),))), 1), [asked])[0]
+        made[floor] = [(r.draft.score, r.kept) for r in seq.records]
+    assert any(min(scores, default=1.0) < 0.2 for scores, _ in made[0.0])
+    assert all(score >= 0.2 for scores, _ in made[0.2] for score in scores[:-1])
 
 
 def test_scratch_takes_the_names_of_what_it_became():
