@@ -235,7 +235,9 @@ class _Guesser:
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1, on: Any = None) -> Draft:
+    def extend(
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1, on: Any = None
+    ) -> Draft:
         assert self.world.text is not None
         seq, place = seqs[0], frontier[0]
         tokens, scores = self.world.text.guesses[self.name][seq.produced]

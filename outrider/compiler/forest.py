@@ -186,7 +186,9 @@ class Forest:
         """One call of a drafter. Tokens of nodes that it may not find are veiled from it."""
         now, full, bit = self.now, self.full, self.parts.bits[name]
         veiled = replace(full, token=[VEILED if n in hidden else t for n, t in enumerate(full.token)]) if hidden else full
-        made = self.parts.drafters[name].extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=self.parts.controller.on)
+        made = self.parts.drafters[name].extend(
+            now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=self.parts.controller.on
+        )
         self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
 
     def _grown(self, name: str, levels: int, before: int, seen: list[int]) -> list[int]:

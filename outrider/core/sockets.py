@@ -50,7 +50,15 @@ class Drafter(Protocol):
     def begin(self, seq: Sequence) -> None: ...
 
     def extend(
-        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1,
+        self,
+        seqs: list[Sequence],
+        draft: Draft,
+        frontier: Places,
+        width: int,
+        source: int,
+        settings: Settings,
+        noise: RowNoise,
+        levels: int = 1,
         on: Callable[[float], bool] | None = None,
     ) -> Draft:
         """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that

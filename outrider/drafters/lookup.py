@@ -69,7 +69,15 @@ class Lookup:
         """Nothing to record: the text itself is the record, indexed at the next use."""
 
     def extend(
-        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1,
+        self,
+        seqs: list[Sequence],
+        draft: Draft,
+        frontier: Places,
+        width: int,
+        source: int,
+        settings: Settings,
+        noise: RowNoise,
+        levels: int = 1,
         on: Callable[[float], bool] | None = None,
     ) -> Draft:
         if width == 1:

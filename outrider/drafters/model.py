@@ -46,7 +46,15 @@ class ModelDrafter:
         self.model.commit(seqs, draft, outcome)
 
     def extend(
-        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, settings: Settings, noise: RowNoise, levels: int = 1,
+        self,
+        seqs: list[Sequence],
+        draft: Draft,
+        frontier: Places,
+        width: int,
+        source: int,
+        settings: Settings,
+        noise: RowNoise,
+        levels: int = 1,
         on: Callable[[float], bool] | None = None,
     ) -> Draft:
         frontier = [p for p in frontier if self._end(seqs, draft, p) < self.model.spec.context]

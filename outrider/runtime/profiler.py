@@ -55,7 +55,9 @@ class Filler:
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
-    def extend(self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1, on: Any = None) -> Draft:
+    def extend(
+        self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1, on: Any = None
+    ) -> Draft:
         for place in frontier:
             tokens = [self.draw.randrange(self.vocab) for _ in range(levels)]
             draft = tree.run(draft, place, tokens, source, [0.0] * levels)
