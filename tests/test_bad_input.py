@@ -317,3 +317,20 @@ def test_settings_of_the_wrong_kind(rt, knobs):
 
 def test_a_drafter_cannot_take_the_name_of_the_target(folders):
     refused(lambda: outrider.load(folders["target"], [SimpleNamespace(name="target")]), "target")
+
+
+def test_a_drafter_that_cannot_be_asked_is_refused_before_anything_is_read():
+    class Old:
+        name = "old"
+
+        def extend(self, seqs, draft, frontier, width, source, settings, noise, levels=1):
+            return draft
+
+    class Loose(Old):
+        def extend(self, *how, **more):
+            return more["draft"]
+
+    gone = "/nowhere/at/all"
+    refused(lambda: outrider.load(gone, [Old()]), "cannot be asked for guesses", "'on'", "levels=1, on=None", "docs/extend.md")
+    refused(lambda: outrider.load(gone, [object()]), "is no drafter", "it has no `extend`")
+    refused(lambda: outrider.load(gone, [Loose()]), gone)

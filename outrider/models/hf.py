@@ -128,6 +128,7 @@ class HFModel:
         return self._unseen(seq, layout, len(draft), place, levels)
 
     def _seen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, on: Callable[[float], bool] | None) -> Decided:
+        """The host reads each token, asks, and lays out the next forward: nothing else."""
         (block,), at = layout.blocks, layout.at
         tokens, chances = list[int](), list[float]()
         while True:

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,8 @@ def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
 
 def _refuse_unknown(specs: list[str | Drafter]) -> None:
     for spec in specs:
-        if not isinstance(spec, str) and not hasattr(spec, "extend"):
-            raise OutriderError(f"{spec!r} is no drafter", "it has no `extend`", "the name of one, or an object with its verbs (docs/extend.md)")
+        if not isinstance(spec, str):
+            _refuse_foreign(spec)
         if isinstance(spec, str):
             kind, _, path = spec.partition(":")
             if kind not in DRAFTERS:
@@ -185,6 +186,20 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
                 raise OutriderError(f"the drafter '{spec}' needs a number of layers", "", "early-exit:2")
             if kind == "quantised" and path != "int8":
                 raise OutriderError(f"the drafter '{spec}' is not known", "", "quantised:int8")
+
+
+def _refuse_foreign(drafter: Any) -> None:
+    """What cannot be asked as a drafter is."""
+    remedy = "the name of one, or an object with its verbs (docs/extend.md)"
+    if not hasattr(drafter, "extend"):
+        raise OutriderError(f"{drafter!r} is no drafter", "it has no `extend`", remedy)
+    try:
+        signature(drafter.extend).bind(*[None] * 7, levels=1, on=None)
+    except TypeError as other:
+        asked = "extend(seqs, draft, frontier, width, source, settings, noise, levels=1, on=None)"
+        raise OutriderError(f"{drafter!r} cannot be asked for guesses: {other}", f"it is asked by {asked}", remedy) from None
+    except ValueError:  # made by a compiler that does not tell: it is tried
+        return
 
 
 def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: LoadSettings) -> None:
