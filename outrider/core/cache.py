@@ -2,6 +2,7 @@
 import is imported where it is needed."""
 
 import contextlib
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,33 @@ def cache_folder() -> Path:
     except OSError as bad:
         why = bad.strerror or str(bad)
     raise OutriderError(f"the cache folder {folder} is of no use", why, "OUTRIDER_CACHE=FOLDER, of one that can be written to")
+
+
+def contents(file: Path) -> bytes:
+    """The hash of what is in a file, which is read once: its hash is kept for as long as its place, its size and its times stay what they are."""
+    kept = _kept(file)
+    with contextlib.suppress(OSError, ValueError):
+        if len(found := bytes.fromhex(kept.read_text("ascii"))) == hashlib.blake2b().digest_size:
+            return found
+    with open(file, "rb") as f:
+        made = hashlib.file_digest(f, "blake2b").digest()
+    with contextlib.suppress(OSError):  # then it is read again
+        kept.parent.mkdir(exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(made.hex(), "ascii")
+        draft.replace(kept)
+    return made
+
+
+def read_before(file: Path) -> bool:
+    """Is the hash of its contents kept?"""
+    return _kept(file).is_file()
+
+
+def _kept(file: Path) -> Path:
+    about = file.stat()
+    mark = repr((str(file.absolute()), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino))
+    return cache_folder() / "contents" / hashlib.blake2b(mark.encode(), digest_size=12).hexdigest()
 
 
 def start(builder: str, *given: str, folder: Path) -> None:

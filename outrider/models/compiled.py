@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from outrider.core.cache import cache_folder, held, start
+from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.kv import slots_for
@@ -71,11 +71,18 @@ class Recipe:
             dataclasses.astuple(self)[1:],
         )
         digest.update(repr(about).encode())
-        for file in sorted(Path(self.folder).glob("*")):
-            if file.name == "config.json" or (self.frozen and file.suffix == ".safetensors"):
-                with open(file, "rb") as f:
-                    digest.update(hashlib.file_digest(f, "blake2b").digest())
+        for file in self._files():
+            digest.update(contents(file))
         return cache_folder() / "steps" / digest.hexdigest()
+
+    def quick(self) -> bool:
+        """Is its place found without reading the weights?"""
+        return all(map(read_before, self._files()))
+
+    def _files(self) -> list[Path]:
+        """All that packages carry a part of."""
+        given = sorted(Path(self.folder).glob("*"))
+        return [file for file in given if file.name == "config.json" or (self.frozen and file.suffix == ".safetensors")]
 
 
 def worth_freezing(weights: int, free: int) -> tuple[str, ...]:
@@ -87,15 +94,24 @@ class Compiled:
     """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`."""
 
     def __init__(self, recipe: Recipe, step: Step) -> None:
-        self.recipe, self.step, self.folder = recipe, step, recipe.place()
+        self.recipe, self.step = recipe, step
+        self.new = (
+            not recipe.quick()
+        )  # a model that was never seen here: to look for its packages takes reading its weights, and can wait for its first token
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
         self.misses, self.singles, self.steady = 0, 1 << 30, 0.0
         self.placed, self.trusted = time.monotonic(), SOON
-        self.look()
-        if self.reason == "eager:building" and not self._whole() and shutil.which(os.environ.get("CXX", "g++")) is None:
+        if not self.new:
+            self.look()
+        if self.reason == "eager:building" and shutil.which(os.environ.get("CXX", "g++")) is None and not self._whole():
             self.reason = "eager:no-compiler"
             _say_once("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Where its packages are, or will be."""
+        return self.recipe.place()
 
     @property
     def bytes(self) -> int:
@@ -113,7 +129,7 @@ class Compiled:
     @property
     def building(self) -> bool:
         """Are packages still to be built?"""
-        return self.reason == "eager:building" and not self._whole()
+        return self.reason == "eager:building" and (self.new or not self._whole())
 
     def _whole(self) -> bool:
         return all(self._file(shape).exists() for shape in SHAPES)
@@ -148,6 +164,8 @@ class Compiled:
 
     def get(self, rows: int, width: int) -> Package | None:
         """The package for a forward of this shape, if it is there by now."""
+        if self.new:
+            self.new, self.looked = False, time.monotonic()
         if len(self.packages) < len(SHAPES) and self.reason == "eager:building" and time.monotonic() - self.looked > POLL:
             self.look()
             self.misses += 1
@@ -160,6 +178,7 @@ class Compiled:
 
     def look(self) -> None:
         """Take up what has been built since the last look."""
+        self.new = False
         before = set(self.packages)
         for shape in SHAPES:
             if shape not in self.packages and self._file(shape).exists():
