@@ -334,3 +334,22 @@ def test_a_drafter_that_cannot_be_asked_is_refused_before_anything_is_read():
     refused(lambda: outrider.load(gone, [Old()]), "cannot be asked for guesses", "'on'", "levels=1, on=None", "docs/extend.md")
     refused(lambda: outrider.load(gone, [object()]), "is no drafter", "it has no `extend`")
     refused(lambda: outrider.load(gone, [Loose()]), gone)
+
+
+# --- prompts as token ids
+
+
+def test_ids_that_are_none_of_the_models(rt):
+    vocab = rt.engine.target.spec.vocab_size
+    refused(lambda: rt.request([1, vocab, 2]), f"token {vocab}", f"0..{vocab - 1}")
+    refused(lambda: rt.request([1, -1]), "token -1")
+    refused(lambda: rt.request([]), "empty")
+    refused(lambda: rt.request([1, 2.5]), "no prompt", "float")
+    refused(lambda: rt.request(7), "no prompt", "int")
+
+
+def test_a_request_takes_text_and_numbers_of_any_kind(rt):
+    text = "hello there"
+    ids = rt.tokenizer(text)["input_ids"]
+    assert rt.request(text).prompt == rt.request(torch.tensor(ids)).prompt == tuple(ids)
+    assert {type(token) for token in rt.request(torch.tensor(ids)).prompt} == {int}

@@ -53,12 +53,18 @@ class SuffixIndex:
         text, end = self.text, len(self.text)
         self.open = self.open or [(size, self.places[tuple(text[end - size :])]) for size in self.filed if size <= end]
         depth, places = next(((size, known[-RECENT:]) for size, known in self.open if known), (0, []))
-        while places and depth < min(self.cap, end):
+        most = min(self.cap, end)
+        while len(places) > 1 and depth < most:
             token = text[end - 1 - depth]
             longer = [p for p in places if p > depth and text[p - 1 - depth] == token]
             if not longer:
-                break
+                return Cursor(places, depth, [])
             places, depth = longer, depth + 1
+        if len(places) == 1:  # in a text that copies, most of the way
+            place = places[0]
+            most = min(most, place)
+            while depth < most and text[place - 1 - depth] == text[end - 1 - depth]:
+                depth += 1
         return Cursor(places, depth, []) if places else None
 
     def next(self, cursor: Cursor, width: int) -> list[tuple[int, float, Cursor]]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Places, Scores, Sequence
-from outrider.models.hf import Decided, HFModel, HFView, decoder_layers, with_layers
+from outrider.models.hf import Decided, HFModel, HFView
 from outrider.models.kv import Block
+from outrider.models.layers import decoder_layers, with_layers
 from outrider.models.step import Step
 
 

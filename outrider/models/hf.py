@@ -4,7 +4,6 @@ Knows nothing of drafting or acceptance. What varies between architectures is as
 signature (logits_to_keep). `models.load` refuses by name what it knows to be different, and checks a short tree step.
 """
 
-import copy
 import math
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from mypy_extensions import mypyc_attr
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
@@ -23,6 +22,7 @@ from outrider.core.types import Draft, Ints, ModelSpec, Outcome, Places, Scores,
 from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Layout, Rows
+from outrider.models.layers import routed, windows, with_layers
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
@@ -265,57 +265,8 @@ class HFView(HFModel):
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
 
-def windows(config: Any) -> dict[str, int | None]:
-    """Layer type -> how many positions it sees (None: all). One entry for a model of one kind of layer."""
-    config = config.get_text_config()
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if types is None:
-        return {"sliding_attention": window} if window else {"full_attention": None}
-    return {t: window if t == "sliding_attention" else None for t in dict.fromkeys(types)}
-
-
 def _parts(tensor: Any) -> list[Tensor]:
     """The plain tensors a tensor is made of: itself, or what a quantised one keeps."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
-
-
-def routed(config: Any) -> bool:
-    """Does the model choose experts?"""
-    return any(getattr(config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
-
-
-def decoder_layers(module: nn.Module) -> tuple[nn.Module, str]:
-    """The submodule that owns the stack of layers, and the attribute it is in."""
-    for owner in module.modules():
-        for name, child in owner.named_children():
-            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks"):
-                return owner, name
-    raise OutriderError(f"{type(module).__name__} has no stack of layers that a view could shorten", "", "a draft model instead")
-
-
-def with_layers(module: nn.Module, layers: tuple[int, ...]) -> nn.Module:
-    """A copy that shares all parameters and runs only `layers`."""
-    owner, name = decoder_layers(module)
-
-    def rebuild(old: nn.Module) -> nn.Module:
-        new = copy.copy(old)
-        new._modules = dict(old._modules)
-        if old is owner:
-            stack = old._modules[name]
-            assert isinstance(stack, nn.ModuleList)
-            new._modules[name] = nn.ModuleList([stack[i] for i in layers])
-            config: Any = copy.copy(old.config)
-            if getattr(config, "layer_types", None):
-                config.layer_types = [config.layer_types[i] for i in layers]
-            config.num_hidden_layers = len(layers)
-            new.config = config
-            return new
-        for key, child in old._modules.items():
-            if child is not None and any(m is owner for m in child.modules()):
-                new._modules[key] = rebuild(child)
-        return new
-
-    return rebuild(module)

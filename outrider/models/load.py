@@ -22,8 +22,9 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
 from outrider.models.graphed import Graphs
-from outrider.models.hf import HFModel, decoder_layers, routed
+from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
+from outrider.models.layers import decoder_layers, routed
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}

@@ -1,8 +1,9 @@
 """The door: text becomes a Request here, and tokens become text again. Below it nobody sees text."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any, overload
 
 from outrider.core.config import LIMITS, limits
@@ -153,8 +154,9 @@ class Runtime:
         ids: list[int] = tokens["input_ids"]
         return ids
 
-    def request(self, prompt: list[int], params: SamplingParams | None = None, **knobs: Any) -> Request:
-        """A checked Request for token ids. max_tokens is cut to what the context still holds."""
+    def request(self, prompt: str | Iterable[int], params: SamplingParams | None = None, **knobs: Any) -> Request:
+        """A checked Request for a text or its token ids. max_tokens is cut to what the context still holds."""
+        prompt = self._encode(prompt) if isinstance(prompt, str) else _ids(prompt, self.engine.target.spec.vocab_size)
         drafters, most = self._speculation(knobs.pop("speculation", "auto"), knobs)
         s = read_sampling(params, self.engine.target.spec.vocab_size, **knobs)
         room = self.engine.target.spec.context - len(prompt)
@@ -283,3 +285,16 @@ def _settled(text: str, seq: Sequence) -> str:
                 text = text[:-n]
                 break
     return text
+
+
+def _ids(prompt: Iterable[int], vocab: int) -> list[int]:
+    """Token ids as plain numbers, each one of a vocabulary's."""
+    try:
+        ids = [index(token) for token in prompt]
+    except TypeError as bad:
+        raise OutriderError(f"{prompt!r:.80} is no prompt", str(bad), "a text, or a list of token ids") from bad
+    if not ids:
+        raise OutriderError("the prompt is empty", "there is no token to go on from", "at least one token")
+    if (wrong := next((token for token in ids if not 0 <= token < vocab), None)) is not None:
+        raise OutriderError(f"token {wrong} is none of this model's", f"its ids are 0..{vocab - 1}", "ids by rt.tokenizer")
+    return ids

@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.core.errors import OutriderError
-from outrider.models.hf import windows
+from outrider.models.layers import windows
 from outrider.train.corpus import Streams
 
 SAVE_EVERY = 150.0  # seconds
