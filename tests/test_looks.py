@@ -102,6 +102,21 @@ def test_who_lost_in_the_requests_before_is_looked_at_later_and_is_not_forgotten
     assert not any(verified[:5]) and min(verified[20:]) > 5 and controller.worth > 0
 
 
+def test_a_first_look_that_must_read_much_is_later_still() -> None:
+    """Where looks lost, what is read for the next request's first one counts in it: here two plain steps, so a hundred go before it takes SHARE of the time. And it
+    is made, in texts that are long enough."""
+
+    def first(catch_up: float) -> list[int]:
+        priced = costs(linear(0.3), {"lookup": linear(0.0, 0.21)}, catch_up)
+        of = trace(6, priced, {"lookup": lambda t, d: 0.02}, texts=12, length=300)
+        of = replace(of, texts=[replace(text, length=100) for text in of.texts])
+        return [next((i for i, r in enumerate(records) if r.levels), 300) for records in drive(of, adaptive(of))]
+
+    near, far = first(0.0), first(0.02)
+    assert near[0] == far[0] == 0 and max(near) <= 64 + 1
+    assert min(far[1:]) == 100
+
+
 @pytest.mark.parametrize("how", ["alone", "rules"])
 def test_who_rests_rests_though_others_take_turns(how: str) -> None:
     """Two requests that never share a step are looked at as seldom as one by itself: what is slept in the one is not forgotten in the other."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
-from outrider.control.rows import GUESSES, RESTS, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.rows import GUESSES, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
 from outrider.control.starts import FRESH_RATE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
@@ -159,8 +159,17 @@ class Adaptive:
         if row is None:
             row = self.rows[seq.request.id] = Row(worth=self.worth)
             if rest := pause(self.worth):  # looks lost in the requests before
-                row.rest |= dict.fromkeys(self.tables.bits, rest)
+                row.rest |= dict.fromkeys(self.tables.bits, max(rest, self._reads(seq)))
         return row
+
+    def _reads(self, seq: Sequence) -> int:
+        """Plain steps before a first look that loses takes SHARE of the time with what is read for it: nearly all of the text."""
+        page, costs = self.page, self.tables.costs
+        if page is None or not page.plain:
+            return 0
+        cheap = [name for name, line in page.drafting.items() if line[1] <= LOOK]
+        read = min([costs.catching_up(name, page.at, len(seq.tokens)) for name in cheap], default=0.0)
+        return int(read * costs.pace / page.plain / SHARE)
 
     def _situation(self, seqs: list[Sequence]) -> Situation:
         """Looked at anew when the batch, the tier or the bucket of its longest text changes."""
