@@ -114,7 +114,7 @@ def test_a_first_look_that_must_read_much_is_later_still() -> None:
 
     near, far = first(0.0), first(0.02)
     assert near[0] == far[0] == 0 and max(near) <= 64 + 1
-    assert min(far[1:]) == 100
+    assert 90 < min(far[1:]) < 200
 
 
 @pytest.mark.parametrize("how", ["alone", "rules"])
