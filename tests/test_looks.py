@@ -9,6 +9,7 @@ from contracts import request, run, sequence
 from test_controller import FREE, flat, lookups
 from written import adaptive, costs, drive, linear, trace
 
+from outrider.control import controller as controllers
 from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import GUESSES, PATIENCE, RESTS, SILENT, UNPAID, Row, awake
 from outrider.control.tables import Tables
@@ -103,7 +104,7 @@ def test_who_lost_in_the_requests_before_is_looked_at_later_and_is_not_forgotten
 
 
 def test_a_first_look_that_must_read_much_is_later_still() -> None:
-    """Where looks lost, what is read for the next request's first one counts in it: here two plain steps, so a hundred go before it takes SHARE of the time. And it
+    """Where looks lost, what is read for the next request's first one counts in it: here half a plain step, so a hundred go before it takes SHARE of the time. And it
     is made, in texts that are long enough."""
 
     def first(catch_up: float) -> list[int]:
@@ -112,9 +113,31 @@ def test_a_first_look_that_must_read_much_is_later_still() -> None:
         of = replace(of, texts=[replace(text, length=100) for text in of.texts])
         return [next((i for i, r in enumerate(records) if r.levels), 300) for records in drive(of, adaptive(of))]
 
-    near, far = first(0.0), first(0.02)
-    assert near[0] == far[0] == 0 and max(near) <= 64 + 1
-    assert 90 < min(far[1:]) < 200
+    near, far = first(0.0), first(0.005)
+    assert near[0] == far[0] == 0 and 0 < max(near[:6]) < 60
+    assert all(90 < step < 200 for step in far[1:6])
+
+
+def test_a_long_rest_is_slept_soundly_and_earns_as_much() -> None:
+    """Steps of a long rest are neither noted nor settled one by one, and leave nearly the credit, and the time, as if they had been."""
+
+    def rested(sound: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[float], int, float]:
+        monkeypatch.setattr(controllers, "SOUND", sound)
+        of = trace(6, costs(linear(0.3), {"lookup": linear(0.0, 0.21)}), {"lookup": lambda t, d: 0.02}, texts=6, length=300)
+        controller, noted, credit = adaptive(of), list[StepRecord](), list[float]()
+        note, ended, beside = controller._note, controller.starts.ended, controller.accounts.beside
+        controller.accounts.beside = lambda record: beside(record) + 0.6 * bool(record.levels)
+        controller._note = lambda seqs, record: (noted.append(record), note(seqs, record))[1]
+        controller.starts.ended = lambda seq, *how: (credit.append(controller.ledger.credit[seq.request.id]), ended(seq, *how))[1]
+        records = flat(drive(of, controller))
+        assert controller.steps == len(records)
+        return len(noted), credit, len(records), sum(r.reading.seconds for r in records)
+
+    with pytest.MonkeyPatch.context() as patch:
+        each, soundly = rested(10**6, patch), rested(8, patch)
+    assert each[0] == each[2] and soundly[0] < 0.6 * soundly[2]
+    assert all(0.6 * a < b < 1.1 * a for a, b in zip(each[1], soundly[1], strict=True)), "it earns its share, and no more"
+    assert soundly[3] == pytest.approx(each[3], rel=0.01)
 
 
 @pytest.mark.parametrize("how", ["alone", "rules"])

@@ -99,6 +99,12 @@ class Accounts:
             self.tables.costs.verified(page.at, 0, _own(h.record) / self.tables.costs.pace, h.calm)
         page.plain = self.tables.costs.verify[page.at].line[0] * self.tables.costs.pace
 
+    def rested(self, page: Page, seqs: list[Sequence], steps: int) -> None:
+        """Plain steps went by that nobody looked at: each earns its share of what such a step was last known to take."""
+        for seq in seqs:
+            if seq.request.id in self.ledger.credit:
+                self.ledger.charge(seq.request.id, page.owed, steps, steps * page.owed, None)
+
     def charge(
         self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...]
     ) -> None:

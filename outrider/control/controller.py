@@ -25,6 +25,7 @@ YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in
 OFF = Plan()
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again
+SOUND = 8  # steps of a rest, from which on those before the last of them are neither noted nor settled one by one
 SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 
 
@@ -48,14 +49,21 @@ class Adaptive:
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.worth = 0.0  # of a look, in the requests before
         self.asleep, self.silent, self.why = 0, False, ""
+        self.slept, self.sound = 0, False  # steps of this rest that nobody noted; is the one under way one of them?
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
 
     # Before drafting.
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        self.sound = self.asleep > SOUND and self.why == "off:resting" and self.known is not None and seqs == self.known[0]
+        if self.slept and not self.sound:
+            self._rested()
         if self.last:
             self._note(*self.last)
+        if self.sound:
+            self.asleep, self.slept = self.asleep - 1, self.slept + 1
+            return OFF, self.why
         self.step, self.silent, self.looked = None, False, ()
         self.steps += 1
         if self.asleep > 0:
@@ -126,6 +134,13 @@ class Adaptive:
         for row in rows:
             row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
         return self.why
+
+    def _rested(self) -> None:
+        """Steps went by that nobody noted: plain decoding, which earns its share of what such steps took when they were last looked at."""
+        slept, self.slept, self.calm, self.since_plain = self.slept, 0, self.calm + self.slept, 0
+        self.steps += slept
+        if self.known and self.page:
+            self.accounts.rested(self.page, self.known[0], slept)
 
     def _wake(self) -> None:
         """Another batch, of which nobody said that it should sleep: those who did have that much of their rest left."""
@@ -264,9 +279,12 @@ class Adaptive:
 
     def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Only kept: it is looked at in the next step, whose time counts it."""
-        self.last = (seqs, record)
+        if not self.sound:
+            self.last = (seqs, record)
 
     def end(self, seq: Sequence) -> None:
+        if self.slept:
+            self._rested()
         if self.last:
             self._note(*self.last)
         self._settle()

@@ -17,7 +17,7 @@ PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a s
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
 WHOLE = 8  # nodes deep that every draft is looked at
-SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
+SHARE, LOOKS, RARE = 0.005, 16, 256  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 OLD = 4  # refusals, each of some steps, after which the last verdicts say nothing of the text any more
 LENIENT, FADE = 20.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 
