@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.control import rows as memory
-from outrider.control.rows import LOOKS, SHARE, Row, looked
+from outrider.control.rows import LOOKS, LOST, SHARE, Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import Page, Tables
 from outrider.core import tree
@@ -110,10 +110,13 @@ def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:
     row.worth = 0.4
     looked([row], ("lookup",), -0.1)
     assert not row.rest
-    row.rest["model"] = 30
+    row.rest["model"] = 9
     for _ in range(200):
         looked([row], ("model", "lookup"), -0.1)
-    assert row.rest == {"model": 30, "lookup": 19}, "who rests longer goes on resting"
+    assert row.rest == {"model": 9, "lookup": 4}, "who rests longer goes on resting"
+    seldom = Row(worth=-0.1, seldom=LOST)
+    looked([seldom], ("lookup",), -0.1)
+    assert seldom.rest == {"lookup": 5 * LOST}
     several = Row()
     looked([several], (), -0.1, times=LOOKS)
     assert several.worth == pytest.approx(-0.1)

@@ -99,11 +99,11 @@ class Accounts:
             self.tables.costs.verified(page.at, 0, _own(h.record) / self.tables.costs.pace, h.calm)
         page.plain = self.tables.costs.verify[page.at].line[0] * self.tables.costs.pace
 
-    def rested(self, page: Page, seqs: list[Sequence], steps: int) -> None:
-        """Plain steps went by that nobody looked at: each earns its share of what such a step was last known to take."""
+    def rested(self, seqs: list[Sequence], steps: int, plain: float) -> None:
+        """Steps of plain decoding went by, of `plain` seconds each, that nobody looked at."""
         for seq in seqs:
             if seq.request.id in self.ledger.credit:
-                self.ledger.charge(seq.request.id, page.owed, steps, steps * page.owed, None)
+                self.ledger.charge(seq.request.id, plain, steps, steps * plain, None)
 
     def charge(
         self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...]

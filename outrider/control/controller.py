@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
-from outrider.control.rows import GUESSES, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
 from outrider.control.starts import FRESH_RATE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
@@ -49,7 +49,7 @@ class Adaptive:
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.worth = 0.0  # of a look, in the requests before
         self.asleep, self.silent, self.why = 0, False, ""
-        self.slept, self.sound = 0, False  # steps of this rest that nobody noted; is the one under way one of them?
+        self.slept, self.lull, self.sound = 0, 0.0, False  # steps of this rest that nobody noted; what a plain one took before; is this one of them?
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
 
@@ -57,12 +57,11 @@ class Adaptive:
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         self.sound = self.asleep > SOUND and self.why == "off:resting" and self.known is not None and seqs == self.known[0]
-        if self.slept and not self.sound:
-            self._rested()
         if self.last:
             self._note(*self.last)
         if self.sound:
-            self.asleep, self.slept = self.asleep - 1, self.slept + 1
+            self.slept, self.lull = (self.slept + 1, self.lull) if self.slept else (1, self.page.owed if self.page else 0.0)
+            self.asleep, self.calm = self.asleep - 1, self.calm + 1
             return OFF, self.why
         self.step, self.silent, self.looked = None, False, ()
         self.steps += 1
@@ -72,6 +71,8 @@ class Adaptive:
                 self.silent = self.why == "off:resting"  # what was earned for the guard is settled on waking
                 return OFF, self.why
             self._wake()
+        if self.slept:
+            self._rested()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
         room = self._room(seqs, page) if page and not page.outdated and self.ledger.short(seqs, page.owed) else None
         if page and room is not None and self._cheapest(page) > room:
@@ -136,11 +137,12 @@ class Adaptive:
         return self.why
 
     def _rested(self) -> None:
-        """Steps went by that nobody noted: plain decoding, which earns its share of what such steps took when they were last looked at."""
-        slept, self.slept, self.calm, self.since_plain = self.slept, 0, self.calm + self.slept, 0
+        """Steps that nobody noted were plain decoding, which earns its share of what such steps take: by the lower of what they took before and take now."""
+        self._settle()
+        slept, self.slept = self.slept, 0
         self.steps += slept
-        if self.known and self.page:
-            self.accounts.rested(self.page, self.known[0], slept)
+        if slept and self.known and self.page:
+            self.accounts.rested(self.known[0], slept, min(self.lull, self.page.owed))
 
     def _wake(self) -> None:
         """Another batch, of which nobody said that it should sleep: those who did have that much of their rest left."""
@@ -172,19 +174,20 @@ class Adaptive:
     def _row(self, seq: Sequence) -> Row:
         row = self.rows.get(seq.request.id)
         if row is None:
-            row = self.rows[seq.request.id] = Row(worth=self.worth)
-            if rest := pause(self.worth):  # looks lost in the requests before
+            lost = self.worth < 0  # looks in the requests before
+            row = self.rows[seq.request.id] = Row(worth=self.worth, seldom=LOST if lost else 1)
+            if rest := pause(self.worth, row.seldom):
                 row.rest |= dict.fromkeys(self.tables.bits, max(rest, self._reads(seq)))
         return row
 
     def _reads(self, seq: Sequence) -> int:
-        """Plain steps before a first look that loses takes SHARE of the time with what is read for it: nearly all of the text."""
+        """Plain steps before a first look that loses takes its share of the time with what is read for it: nearly all of the text."""
         page, costs = self.page, self.tables.costs
         if page is None or not page.plain:
             return 0
         cheap = [name for name, line in page.drafting.items() if line[1] <= LOOK]
         read = min([costs.catching_up(name, page.at, len(seq.tokens)) for name in cheap], default=0.0)
-        return int(read * costs.pace / page.plain / SHARE)
+        return int(LOST * read * costs.pace / page.plain / SHARE)
 
     def _situation(self, seqs: list[Sequence]) -> Situation:
         """Looked at anew when the batch, the tier or the bucket of its longest text changes."""
@@ -283,11 +286,9 @@ class Adaptive:
             self.last = (seqs, record)
 
     def end(self, seq: Sequence) -> None:
-        if self.slept:
-            self._rested()
         if self.last:
             self._note(*self.last)
-        self._settle()
+        self._rested()
         if self.page is not None and seq.records:
             row = self._row(seq)
             self.starts.ended(seq, row, self.page.plain)

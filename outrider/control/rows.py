@@ -17,7 +17,8 @@ PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a s
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
 WHOLE = 8  # nodes deep that every draft is looked at
-SHARE, LOOKS, RARE = 0.005, 16, 256  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
+SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
+LOST = 4  # times as seldom, where they did not pay in the requests before either
 OLD = 4  # refusals, each of some steps, after which the last verdicts say nothing of the text any more
 LENIENT, FADE = 20.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 
@@ -38,6 +39,7 @@ class Row:
     owing: dict[str, list[float]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     worth: float = 0.0
+    seldom: int = 1  # LOST, or 1
 
     def luck(self, name: str) -> float:
         """What a drafter kept of its promises to this request. Two guesses in vain say little: who is not asked for it shows nothing more."""
@@ -59,13 +61,13 @@ def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1
     of the time."""
     for row in rows:
         row.worth += (max(worth, -1.0) - row.worth) * min(times / LOOKS, 1.0)
-        if rest := pause(row.worth):
+        if rest := pause(row.worth, row.seldom):
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
 
 
-def pause(worth: float) -> int:
-    """Steps between looks that are each worth so many plain steps."""
-    return min(int(max(-worth, 0.0) / SHARE), RARE)
+def pause(worth: float, seldom: int) -> int:
+    """Steps between looks that are each worth so many plain steps, `seldom` times as many as usual."""
+    return seldom * min(int(max(-worth, 0.0) / SHARE), RARE)
 
 
 def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str, int], float]) -> int:
