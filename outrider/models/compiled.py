@@ -95,9 +95,7 @@ class Compiled:
 
     def __init__(self, recipe: Recipe, step: Step) -> None:
         self.recipe, self.step = recipe, step
-        self.new = (
-            not recipe.quick()
-        )  # a model that was never seen here: to look for its packages takes reading its weights, and can wait for its first token
+        self.new = not recipe.quick()  # never seen here: to look for its packages takes reading its weights, and can wait for its first token
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
         self.misses, self.singles, self.steady = 0, 1 << 30, 0.0
