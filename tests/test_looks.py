@@ -128,7 +128,7 @@ def test_a_long_rest_is_slept_soundly_and_earns_as_much() -> None:
         note, ended, beside = controller._note, controller.starts.ended, controller.accounts.beside
         controller.accounts.beside = lambda record: beside(record) + 0.6 * bool(record.levels)
         controller._note = lambda seqs, record: (noted.append(record), note(seqs, record))[1]
-        controller.starts.ended = lambda seq, *how: (credit.append(controller.ledger.credit[seq.request.id]), ended(seq, *how))[1]
+        controller.starts.ended = lambda row: (credit.extend(controller.ledger.credit.values()), ended(row))[1]
         records = flat(drive(of, controller))
         assert controller.steps == len(records)
         return len(noted), credit, len(records), sum(r.reading.seconds for r in records)

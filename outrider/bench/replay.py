@@ -36,7 +36,7 @@ VERSION = 1
 @dataclass(frozen=True, slots=True)
 class Text:
     """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `prefill`: seconds that the target took to read
-    the prompt, of which the guard gives drafters a part."""
+    the prompt, of which the guard gives drafters a part; `asked`: tokens that it might have had, for who decides does not know where a text ends."""
 
     prompt: str
     category: str
@@ -45,6 +45,7 @@ class Text:
     tokens: list[int]
     guesses: dict[str, list[tuple[list[int], list[float]]]]
     prefill: float = 0.0  # 0: not written down
+    asked: int = 0  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Trace:
                     raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")
             if not 0 <= text.prefill < math.inf:
                 raise ValueError(f"{text.prompt}: its prefill takes {text.prefill} s")
+            if type(text.asked) is not int or text.asked < 0:
+                raise ValueError(f"{text.prompt}: {text.asked} tokens were asked for")
             if not all(type(token) is int for token in text.tokens):
                 raise ValueError(f"{text.prompt}: its tokens are no ids")
 
@@ -117,7 +120,7 @@ def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs:
                 engine.step()
             guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
             read = seq.records[0].seconds["prefill"]
-            texts.append(Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses, read))
+            texts.append(Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses, read, max_tokens))
     finally:
         engine.controller = before
     return Trace(list(engine.drafters), costs.state(), texts)
@@ -279,12 +282,14 @@ def replay(trace: Trace, controller: Controller) -> list[Replayed]:
     engine, out = engine_of(trace, world, controller), []
     for i, text in enumerate(trace.texts):
         world.text, start = text, world.time
-        params = SamplingParams(max_tokens=len(text.tokens), temperature=float(text.sampled), ignore_eos=True)
+        params = SamplingParams(max_tokens=max(text.asked, len(text.tokens)), temperature=float(text.sampled), ignore_eos=True)
         prompt = tuple([0] * text.length)
         seq = engine.submit(Request(f"replay-{i}", prompt, params, 0, "coupled"))
         while seq.finish_reason is None:
             engine.step()
-        assert seq.generated == text.tokens, "a replay wrote another text"
+            if seq.produced >= len(text.tokens):
+                engine.cancel(seq)
+        assert seq.generated[: len(text.tokens)] == text.tokens, "a replay wrote another text"
         drafted, accepted = sum(r.drafted[0] for r in seq.records), sum(r.accepted[0] for r in seq.records)
         out.append(Replayed(text, world.time - start - text.prefill, len(seq.records), drafted, accepted, seq.records))
     return out

@@ -6,14 +6,13 @@ before a drafter that costs something starts, while it goes on, and before verif
 Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import ClassVar
 
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
-from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
-from outrider.control.starts import FRESH_RATE, Starts
+from outrider.control.rows import DEAR, GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.starts import Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
@@ -24,6 +23,7 @@ REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure 
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 OFF = Plan()
 REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
+FRESH = 0.2  # weight of one request in what looks were worth in those before
 THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again
 SOUND = 8  # steps of a rest, from which on those before the last of them are neither noted nor settled one by one
 SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
@@ -41,7 +41,7 @@ class Adaptive:
         self.starts = Starts(tables, self.ledger, cautious)
         self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}
-        self.plans = {(some, depth): _plan(some, depth) for some in _subsets(list(tables.bits)) for depth in REACHES}
+        self.plans: dict[tuple[tuple[str, int], ...], Plan] = {}  # those chosen so far, by drafters and depths
         self.step: Step | None = None
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
@@ -90,9 +90,9 @@ class Adaptive:
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
-        far = min(max([row.reach for row in rows]), page.deepest)
-        key = tuple(names), next(depth for depth in REACHES if depth >= far)
-        plan = self.plans.get(key) or self.plans.setdefault(key, _plan(*key))
+        near, far = min(max([row.reach for row in rows]), page.deepest), page.deepest  # who goes a level at a time says itself how far
+        key = tuple([(name, _reach(far if page.prices[name] > DEAR else near)) for name in names])
+        plan = self.plans.get(key) or self.plans.setdefault(key, Plan(tuple([(name, depth, 1) for name, depth in key])))
         return plan, "off:no-guess"
 
     @staticmethod
@@ -220,7 +220,7 @@ class Adaptive:
         elif cheap and frontier and frontier[0] >= 0 and 0 < draft.depth[frontier[0]] - level != AHEAD - 1:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
-            level = step.gone(name, draft, frontier)
+            level, frontier = step.gone(name, draft, frontier), tree.open_at(seqs, draft, frontier)
             going = step.deeper(name, draft, frontier) if step.stopped != name else []
         step.going = name
         if going:
@@ -291,8 +291,8 @@ class Adaptive:
         self._rested()
         if self.page is not None and seq.records:
             row = self._row(seq)
-            self.starts.ended(seq, row, self.page.plain)
-            self.worth += FRESH_RATE * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
+            self.starts.ended(row)
+            self.worth += FRESH * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)
@@ -331,9 +331,9 @@ class Adaptive:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
             self.starts.tried(*step.trial, record, step.number)
-        if step and any(row.owing for row in rows):
+        if step:
             self.starts.used(step, seqs, record)
-        remember(rows, record, step.promised if step else {}, step.page.prices if step else {})
+        remember(rows, record, step.page.prices if step else {})
 
     def _settle(self) -> None:
         if self.accounts.held:
@@ -349,13 +349,8 @@ def _longest(draft: Draft) -> int:
     return len(draft) if draft.rows == 1 else max([draft.row.count(r) for r in range(draft.rows)])
 
 
-def _plan(names: tuple[str, ...], depth: int) -> Plan:
-    return Plan(tuple((name, depth, 1) for name in names))
-
-
-def _subsets(names: list[str]) -> list[tuple[str, ...]]:
-    """In their order; of many drafters, those of up to two, and all."""
-    return [tuple(some) for size in dict.fromkeys((1, 2, len(names))) if size <= len(names) for some in itertools.combinations(names, size)]
+def _reach(depth: int) -> int:
+    return next(reach for reach in REACHES if reach >= depth)
 
 
 def _rare(record: StepRecord, step: Step | None) -> bool:

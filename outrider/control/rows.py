@@ -1,5 +1,5 @@
-"""What the scheduler remembers of each request: how its guesses ended, who rests, how far it is worth looking, and what a drafter
-kept of its promises. Knows nothing of costs beyond what asking a drafter costs.
+"""What the scheduler remembers of each request: how its guesses ended, who rests, how far it is worth looking, and how sure a
+drafter was of its guesses. Knows nothing of costs beyond what asking a drafter costs.
 """
 
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
 
-from outrider.control.tables import AGO
 from outrider.core import tree
 from outrider.core.types import Sequence, StepRecord
 from outrider.measure.cost import DEEPEST, FAR
@@ -19,41 +18,24 @@ GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
 WHOLE = 8  # nodes deep that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LOST = 4  # times as seldom, where they did not pay in the requests before either
-OLD = 4  # refusals, each of some steps, after which the last verdicts say nothing of the text any more
-LENIENT, FADE = 20.0, 0.9  # tokens that a drafter is believed to have kept of its promises beforehand; memory of them
 
 
 @dataclass(slots=True)
 class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
-    (`reach`); by drafter, tokens promised of late and those that came (`kept`); by drafter that had to read for long, plain steps that
-    it was to save, and those that it did (`owing`); by drafter, how often it was refused since the last verdict (`refused`); what a look at drafters is worth (`worth`), in plain steps."""
+    (`reach`); by drafter that costs something, how likely its guesses were of late, as was believed when they were made (`sure`); by drafter that had
+    to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps."""
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)
     vain: dict[str, int] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
     reach: int = WHOLE
-    kept: dict[str, list[float]] = field(default_factory=dict)
+    sure: dict[str, float] = field(default_factory=dict)
     owing: dict[str, list[float]] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
     worth: float = 0.0
     seldom: int = 1  # LOST, or 1
-
-    def luck(self, name: str) -> float:
-        """What a drafter kept of its promises to this request. Two guesses in vain say little: who is not asked for it shows nothing more."""
-        promised, came = self.kept.get(name, (0.0, 0.0))
-        return (came + LENIENT) / (promised + LENIENT)
-
-    def last(self, name: str) -> int:
-        """The last two verdicts, or that they were long AGO: they stay as they are while nobody drafts, and the text does not."""
-        return AGO if self.refused.get(name, 0) >= OLD else self.history & 3
-
-    def refuse(self, name: str) -> None:
-        """A drafter is not asked: what it did before says a little less of the text by now."""
-        self.refused[name] = self.refused.get(name, 0) + 1
-        self.kept[name] = [FADE * x for x in self.kept.get(name, (0.0, 0.0))]
 
 
 def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
@@ -111,20 +93,13 @@ def _judged(rows: list[Row], record: StepRecord) -> None:
         row.history = (row.history << 1 | verdict) & 0xFFFF
 
 
-def remember(rows: list[Row], record: StepRecord, promised: dict[str, float], prices: dict[str, float]) -> None:
-    """Take in a step in which drafters were asked. promised: tokens, by drafters that started on a promise; prices: what asking
-    costs, in plain steps."""
+def remember(rows: list[Row], record: StepRecord, prices: dict[str, float]) -> None:
+    """Take in a step in which drafters were asked. prices: what asking costs, in plain steps."""
     if record.kept:
         _judged(rows, record)
-        for row in rows:
-            row.refused.clear()
     for r, row in enumerate(rows):
         kept = record.drafted[r]
         row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE
-        for name, tokens in promised.items():
-            came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(rows)
-            before = row.kept.get(name, [0.0, 0.0])
-            row.kept[name] = [FADE * before[0] + tokens, FADE * before[1] + came]
         for name in record.levels:
             row.read[name] = record.context[r] + record.emitted[r]
             if kept:

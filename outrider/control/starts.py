@@ -1,12 +1,13 @@
 """May a drafter start? One that costs little is asked first and judged by its guess; one that costs much, or must read first,
-must promise more than what is there, save what its reading takes, and leave the others their credit. What came of earlier promises
-to save is remembered.
+must promise more than what is there, save what its reading takes, and leave the others their credit. What it promises is known by how
+sure it was of its last guesses in this text; of a text in which it made none, by what it was in texts before, each as a chance of its own: one that
+is right nearly always in a third of them is worth asking in all. What came of earlier promises to save is remembered.
 
 What does not seem to pay is tried anyway now and then, ever more rarely, within a budget: what a try brings it has not cost.
 """
 
 from outrider.control.guard import Ledger
-from outrider.control.rows import PATIENCE, Row
+from outrider.control.rows import DEAR, PATIENCE, Row
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Tables
 from outrider.core import tree
@@ -16,25 +17,23 @@ from outrider.measure.cost import DEEPEST, FAR
 RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
+BEGUN = 4  # levels that must be affordable to start with
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 UNMEASURED = 512  # steps after which nobody is waited for who would measure drafters: a server may never rest
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
-RATED = 8  # steps between two looks at a request's rate
-LIKE = 8  # tokens, at the rate of earlier requests, that a request is trusted to have had before any were written
-FRESH_RATE = 0.2  # weight of one request in the rate of those before
+LIKE = 8  # tokens that a request is trusted to have had, at the pace of plain decoding, before any were written
+LATELY, FADED = 0.3, 0.2  # weight of the latest step in how sure a drafter is; what each refusal takes of it: who is not asked shows nothing more
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
 class Starts:
     """`cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `explored`: plain steps that tries have cost; `pause` and
-    `due`: by drafter, steps between its tries and the step from which on the next may be; `rate`: tokens of earlier requests for the time of
-    a plain step, and `lately` those of the request, rows and steps `known`."""
+    `due`: by drafter, steps between its tries and the step from which on the next may be."""
 
     def __init__(self, tables: Tables, ledger: Ledger, cautious: bool) -> None:
         self.tables, self.ledger, self.cautious = tables, ledger, cautious
-        self.explored, self.rate, self.lately = 0.0, 1.0, 1.0
-        self.known: tuple[str, int, int] | None = None
+        self.explored = 0.0
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     def may(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
@@ -50,61 +49,62 @@ class Starts:
 
     def _pays(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, wait: float) -> bool:
         """Is a drafter that costs something, `wait` plain steps to begin with, worth starting, beside what is drafted?"""
-        alone = [self.tables.alone(step.page, name)[row.last(name)] for row in step.rows]
-        gained = sum([promise.gained * row.luck(name) for promise, row in zip(alone, step.rows, strict=True)]) / len(alone)
-        cost = max([promise.cost for promise in alone])
-        best = (1 + gained) / cost
         if self.cautious and step.number < UNMEASURED and not self.tables.measured(name, step.page.at):
             return _later(step, name)
-        if step.number < self.due[name]:
-            if best * step.plain < 1 + RISK:
-                return _unpaid(step, name)
-            if draft.token and best < step.best(draft)[1]:
-                return False
-        if self._too_much(step, seqs, name, wait, max([promise.levels for promise in alone])):
-            step.refused = True
-            alone_at_first = len(self.tables.bits) == 1 and not seqs[0].records
-            return _later(step, name, 0 if alone_at_first else BATCH)  # what reading may take is known once the target has read
         have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
-        saves = self._saves(step, seqs, draft, 1 + gained, cost) if wait else 0.0
-        if best * self._tilt(name, draft) >= have * (1 + RISK) and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
-            self.pause[name], step.promised[name] = PROBE, sum([promise.gained for promise in alone]) / len(alone)
+        pays = self._promise(step, name, have) * self._tilt(name, draft) >= have * (1 + RISK)
+        if not pays and step.number < self.due[name]:
+            return not draft.token and self._unpaid(step, name)
+        if self._too_much(step, name, wait, self.ledger.reading(seqs)):
+            step.refused = True
+            return _later(step, name, BATCH if seqs[0].records else 0)  # what reading may take is known once the target has read
+        saves = self._saves(step, seqs, name) if wait else 0.0
+        if pays and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
+            if all(name in row.sure for row in step.rows):
+                self.pause[name] = PROBE
         elif not self._try_anyway(step, name, wait):
-            return not draft.token and _unpaid(step, name)
+            return not draft.token and self._unpaid(step, name)
         step.reads |= wait > 0
         if wait > LONG_READ:
             for row in step.rows:
                 row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
         return True
 
-    def _too_much(self, step: Step, seqs: list[Sequence], name: str, wait: float, levels: int) -> bool:
-        """Would it leave less credit than the guard wants, or than others need? Reading has some of its own."""
+    def _promise(self, step: Step, name: str, have: float) -> float:
+        """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns out to
+        bring less is left."""
+        told, tables, page = list[float](), self.tables, step.page
+        for row in step.rows:
+            if name in row.sure:
+                told.append(tables.score(page, name, row.sure[name]))
+            else:
+                told.append(sum([share * max(have, tables.score(page, name, chance)) for share, chance in tables.texts(name)]))
+        return sum(told) / len(told)
+
+    def _unpaid(self, step: Step, name: str) -> bool:
+        """No, for what it showed in these texts, which says less and less of them."""
+        for row in step.rows:
+            if name in row.sure:
+                row.sure[name] += FADED * (self.tables.usual(name) - row.sure[name])
+        return _later(step, name)
+
+    def _too_much(self, step: Step, name: str, wait: float, credit: float) -> bool:
+        """Would it leave less credit than the guard wants, or than others need? Reading has some of its own, `credit` in seconds."""
         page = step.page
         beside = len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK
         unsure = (1 + UNSURE) * wait
-        own = self.ledger.reading(seqs) / (page.plain * page.spread) if wait else 0.0
+        own = credit / (page.plain * page.spread) if wait else 0.0
         reading = min(max(unsure - own, 0.0), unsure if beside else wait)
         spare = RESERVE if beside else 0.0
-        return step.spent + reading + page.drafting[name][levels] + page.seconds[levels] + spare > step.room
+        return step.spent + reading + page.drafting[name][BEGUN] + page.seconds[BEGUN] + spare > step.room
 
-    def _saves(self, step: Step, seqs: list[Sequence], draft: Draft, tokens: float, cost: float) -> float:
-        """Plain steps that a drafter which brings `tokens` for `cost` would save from here on, were all steps like this one. What it brings beyond the
-        step as it is saves the time that as many tokens take at the request's present rate: where others guess well, little."""
-        nodes, score = step.best(draft) if draft.token else (0, 1 / step.plain)
-        now = step.page.verify[nodes] if nodes else step.plain
-        saved = (tokens - score * (now + (step.spent if draft.token else 0.0))) / self._rate(seqs, step.page.plain) - (cost - now)
-        ahead = min([min(s.request.sampling.max_tokens - s.produced, s.produced + AHEAD) for s in seqs])
-        return saved * ahead / tokens
-
-    def _rate(self, seqs: list[Sequence], plain: float) -> float:
-        """Tokens of a request for the time of a plain step, of late: asked anew in its first steps, and then every RATED ones."""
-        done = seqs[0].steps
-        known = seqs[0].request.id, len(seqs), done if done <= RATED else done // RATED * RATED
-        if known != self.known:
-            steps = [r for s in seqs for r in s.records[-AHEAD:]]
-            took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
-            self.known, self.lately = known, (sum([sum(r.emitted) for r in steps], LIKE)) / (LIKE / self.rate + took / plain)
-        return self.lately
+    def _saves(self, step: Step, seqs: list[Sequence], name: str) -> float:
+        """Plain steps that a drafter would save from here on: of what the request takes at its pace without it, in the texts in which that is slower."""
+        rate, worth = _rate(seqs, step.page.plain, name), 0.0
+        for row in step.rows:
+            kinds = [(1.0, row.sure[name])] if name in row.sure else self.tables.texts(name)
+            worth += sum([share * max(1 / rate - 1 / self.tables.score(step.page, name, chance), 0.0) for share, chance in kinds])
+        return worth / len(step.rows) * min([_ahead(s) for s in seqs])
 
     def _try_anyway(self, step: Step, name: str, wait: float) -> bool:
         """Is it time to see whether a drafter that does not seem to pay would?"""
@@ -137,27 +137,44 @@ class Starts:
             self.pause[name], self.due[name] = PROBE, number + PATIENCE
 
     def used(self, step: Step, seqs: list[Sequence], record: StepRecord) -> None:
-        """What drafters that had to read for long save in a step."""
+        """How sure drafters were of their guesses, and what those that had to read for long save in a step."""
         for name, levels in record.levels.items():
-            for row in step.rows if levels else ():
+            if not levels or step.page.prices[name] <= DEAR or record.draft is None:
+                continue
+            sure = step.sure(name, record.draft)
+            for row in step.rows:
+                if sure is not None:
+                    known = row.sure.setdefault(name, self.tables.usual(name))
+                    row.sure[name] = known + LATELY * (sure - known)
                 if name in row.owing:
-                    came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
-                    row.owing[name][1] += came / self._rate(seqs, step.page.plain) - step.page.drafting[name][min(levels, DEEPEST)]
+                    row.owing[name][1] += self._saved(step, seqs, record, name)
 
-    def ended(self, seq: Sequence, row: Row, plain: float) -> None:
-        """A request's rate is where the next one begins, and what came of its promises to save is what the next ones are worth; `plain`: seconds of
-        a plain step."""
-        self.rate += FRESH_RATE * (self._rate([seq], plain) - self.rate)
-        self.known = None
+    def _saved(self, step: Step, seqs: list[Sequence], record: StepRecord, name: str) -> float:
+        """Plain steps that a drafter saved in a step: what its tokens would have taken without it, less what drafting and verifying them took."""
+        page, nodes = step.page, min(max(record.drafted), DEEPEST)
+        own = sum([record.draft.source[n] & self.tables.bits[name] > 0 for n in record.kept]) // len(seqs) if record.draft else 0
+        came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
+        took = page.drafting[name][min(record.levels[name], DEEPEST)] + page.verify[nodes] - page.verify[max(nodes - own, 0)]
+        return came / _rate(seqs, page.plain, name) - took
+
+    def ended(self, row: Row) -> None:
+        """How sure drafters were in a request is what they may be in the next ones, and what came of promises to save is what those are worth."""
+        for name, sure in row.sure.items():
+            self.tables.ended(name, sure)
         for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 
 
-def _unpaid(step: Step, name: str) -> bool:
-    """No, for what it showed in these texts, which says less and less of them."""
-    for row in step.rows:
-        row.refuse(name)
-    return _later(step, name)
+def _rate(seqs: list[Sequence], plain: float, name: str) -> float:
+    """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess."""
+    steps = [r for s in seqs for r in s.records[-AHEAD:] if not r.levels.get(name)]
+    took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
+    return sum([sum(r.emitted) for r in steps], LIKE) / (LIKE + took / plain)
+
+
+def _ahead(seq: Sequence) -> int:
+    """Tokens that a request is trusted to go on for."""
+    return min(seq.request.sampling.max_tokens - seq.produced, seq.produced + AHEAD)
 
 
 def _later(step: Step, name: str, steps: int = BATCH) -> bool:

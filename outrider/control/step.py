@@ -32,7 +32,6 @@ class Step:
     levels: dict[str, int] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
     known: tuple[int, int, float] = (0, 0, 1.0)
-    promised: dict[str, float] = field(default_factory=dict)
     expected: float = 1.0
     going: str = ""  # the drafter that was asked for last
     stopped: str = ""  # one that went on by itself, until it no longer paid
@@ -47,30 +46,39 @@ class Step:
             return []
         survival = self.survivals(draft)
         have, nodes = sum(survival, float(rows)), max([draft.row.count(r) for r in range(rows)])
-        left = self._left(draft, survival, frontier)
-        reach = sum(
-            [left[p] * (self.tables.below(name, draft.score[p]) if p >= 0 else self.tables.first(name, self.rows[~p].history)) for p in frontier]
-        )
-        return frontier if self._deepens(name, nodes, have, reach) else []
+        left, reach, further = self._left(draft, survival, frontier), 0.0, 0.0
+        for p in frontier:
+            chance, after = self._next(name, draft, p)
+            reach += left[p] * chance
+            further += left[p] * chance * after
+        return frontier if self._deepens(name, nodes, have, reach, further / (reach or 1.0)) else []
 
     def on(self, score: float) -> bool:
         """`deeper` of a chain that a drafter makes by itself where there was no node before."""
         name, survival, tables = self.going, self.survival, self.tables
         level, history = self.levels[name], self.rows[0].history
-        survival.append((survival[-1] if survival else 1.0) * tables.chance(self.page, name, level, score, history))
-        if (self.trial and level >= PROBED) or not self._deepens(name, level, sum(survival, 1.0), survival[-1] * tables.below(name, score)):
+        chance = tables.chance(self.page, name, level, score, history)
+        survival.append((survival[-1] if survival else 1.0) * chance)
+        if (self.trial and level >= PROBED) or not self._deepens(name, level, sum(survival, 1.0), survival[-1] * chance, chance):
             self.stopped = name
             return False
         self.levels[name], drafting = level + 1, self.page.drafting[name]
         self.spent += drafting[level + 1] - drafting[level]
         return True
 
-    def _deepens(self, name: str, nodes: int, have: float, reach: float) -> bool:
-        """`nodes`: a row has; `have`: tokens expected; `reach`: of one more level."""
+    def _next(self, name: str, draft: Draft, place: int) -> tuple[float, float]:
+        """Chances of a guess that is not yet made and of those below it. Who is sure goes on to be: they are as likely as the guess before."""
+        if place < 0:
+            return self.tables.first(name, self.rows[~place].history), self.page.after[name]
+        chance = self.tables.chance(self.page, name, draft.depth[place], draft.score[place], self.rows[draft.row[place]].history)
+        return chance, chance
+
+    def _deepens(self, name: str, nodes: int, have: float, reach: float, after: float) -> bool:
+        """`nodes`: a row has; `have`: tokens expected; `reach`: of one more level; `after`: chance of each that follows."""
         page, level = self.page, self.levels[name]
         cost, drafting, gained = self.spent + page.verify[min(nodes, DEEPEST)], page.drafting[name], 0.0
         for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
-            gained += reach * page.after[name] ** (m - 1)
+            gained += reach * after ** (m - 1)
             then = self.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
             if gained * cost > (then - cost) * have and then <= self.room:
                 return True
@@ -106,6 +114,12 @@ class Step:
                 alike = (source, score)
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
         return out
+
+    def sure(self, name: str, draft: Draft) -> float | None:
+        """The mean chance of a drafter's guesses; None: it made none."""
+        survival, bit = self.survivals(draft), self.tables.bits[name]
+        own = [s / (survival[p] if p >= 0 else 1.0) for s, p, source in zip(survival, draft.parent, draft.source, strict=True) if source & bit]
+        return sum(own) / len(own) if own else None
 
     def best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""

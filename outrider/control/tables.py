@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from outrider.control.hedge import Hedge
-from outrider.control.predict import LEVELS, Counters, bucket, predictor
+from outrider.control.predict import LEVELS, Counters, bucket, logit, predictor
 from outrider.core.types import Draft, StepRecord
 from outrider.measure.cost import DEEPEST, Costs, Situation
 from outrider.measure.trace import by_rank, verdicts
@@ -21,7 +21,7 @@ LESSONS = 3  # graded nodes a step that are learned from, standing for all of th
 SURE = 0.98  # acceptance of guesses that could hardly be better
 ALIKE = LEVELS + 1  # depth from which on nodes of one score are as likely as each other: no verdict that predictors tell apart was before the draft
 LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
-AGO = 4  # in place of the last two verdicts, where they were long ago
+TEXTS = (0.35, 0.5, 0.65, 0.75, 0.85, 0.92, 0.96, 0.985)  # texts are told apart by how likely the guesses of a drafter are in them
 BATCH = 8  # steps that are learned from together
 LOOKED = 8  # depths weighed before a drafter starts
 CHANCES = [n / 20 for n in range(2, 20)]  # of first tokens, as drafters give them: from which on is it worth asking?
@@ -42,21 +42,12 @@ class Lesson(NamedTuple):
     pace: float
 
 
-class Promise(NamedTuple):
-    """What the best depth of a drafter by itself is expected to bring: tokens beyond the one that comes anyway, and the
-    cost in plain steps."""
-
-    gained: float
-    cost: float
-    levels: int
-
-
 @dataclass(slots=True)
 class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
     tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
-    objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `alone`: by drafter and last two verdicts,
-    what starting it promises, once asked. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter and chance of its guesses
+    (in hundredths), what it is worth by itself, once asked. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
     that pays, once asked. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
@@ -72,7 +63,7 @@ class Page:
     after: dict[str, float]
     steady: float
     deepest: int
-    alone: dict[str, list[Promise]] = field(default_factory=dict)
+    scores: dict[tuple[str, int], float] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
     known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
     chains: dict[tuple[int, float, float, tuple[int, ...], tuple[float, ...]], tuple[int, float]] = field(default_factory=dict)
@@ -108,7 +99,8 @@ class Tables:
             page = self.page(at)
             assert page is not None
             for name in self.bits:
-                self.alone(page, name)
+                self.score(page, name, self.usual(name))
+                self.ended(name, UNSEEN)
                 self.least(page, name, 0, 0.0)
                 self._pays(page, name, UNSEEN, 0, 0.0)
                 self.costs.drafted(name, at, 1, page.plain, 1)
@@ -145,11 +137,31 @@ class Tables:
         )
         return page
 
-    def alone(self, page: Page, name: str) -> list[Promise]:
-        """By the last two verdicts, and where they were long AGO, what starting a drafter promises; kept for the life of a page."""
-        if name not in page.alone:
-            page.alone[name] = [self._alone(page, name, first) for first in (*(self.first(name, last) for last in range(4)), self.ever(name))]
-        return page.alone[name]
+    def score(self, page: Page, name: str, chance: float) -> float:
+        """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance, at the best depth; kept for the life of a
+        page."""
+        key = name, round(100 * chance)
+        if key not in page.scores:
+            p, gained, best = key[1] / 100, 0.0, 0.0
+            for k in range(1, LOOKED + 1):
+                gained += p**k
+                best = max(best, (1 + gained) / (page.drafting[name][k] + page.verify[k]))
+            page.scores[key] = best
+        return page.scores[key]
+
+    def texts(self, name: str) -> list[tuple[float, float]]:
+        """(share, chance): of how many texts the guesses of a drafter are how likely, by those before."""
+        return [(self.next.share(f"{name} t{i}", 1 / len(TEXTS)), chance) for i, chance in enumerate(TEXTS)]
+
+    def usual(self, name: str) -> float:
+        """The mean of that."""
+        return sum([share * chance for share, chance in self.texts(name)])
+
+    def ended(self, name: str, chance: float) -> None:
+        """A text is over in which the guesses of a drafter were so likely of late."""
+        kind = min(range(len(TEXTS)), key=lambda i: abs(logit(TEXTS[i]) - logit(chance)))
+        for i in range(len(TEXTS)):
+            self.next.count(f"{name} t{i}", i == kind)
 
     def measured(self, name: str, at: Situation) -> bool:
         """Is it known, and not only assumed, what a drafter costs there?"""
@@ -167,15 +179,6 @@ class Tables:
 
     def _mixed(self, seconds: list[float], joules: list[float]) -> list[float]:
         return [(1 - self.objective) * t + self.objective * e for t, e in zip(seconds, joules, strict=True)]
-
-    def _alone(self, page: Page, name: str, first: float) -> Promise:
-        best, gained = Promise(0.0, 1.0, 1), 0.0
-        for k in range(1, LOOKED + 1):
-            gained += first * page.after[name] ** (k - 1)
-            cost = page.drafting[name][k] + page.verify[k]
-            if k == 1 or (1 + gained) * best.cost > (1 + best.gained) * cost:
-                best = Promise(gained, cost, k)
-        return best
 
     def least(self, page: Page, name: str, history: int, thinking: float) -> float:
         """The least chance of a first token, as its drafter gives it, with which some depth pays beside plain decoding, though deciding takes `thinking`

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, cat
 
 from outrider.core.types import POINT, Draft, Ints, Places
+from outrider.core.types import Sequence as Text
 
 
 @cache
@@ -48,6 +49,16 @@ def row_at(draft: Draft, place: int) -> int:
 
 def depth_at(draft: Draft, place: int) -> int:
     return 0 if place < 0 else draft.depth[place]
+
+
+def open_at(seqs: list[Text], draft: Draft, places: Places) -> Places:
+    """Those below which a text may go on: no end token stands there. What comes after one is cut, whatever it is."""
+    return [p for p in places if p < 0 or draft.token[p] not in seqs[draft.row[p]].request.ends]
+
+
+def ended(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """The tokens up to the first end token, which is the last one that a text can have."""
+    return tokens if ends.isdisjoint(tokens) else tokens[: 1 + next(i for i, token in enumerate(tokens) if token in ends)]
 
 
 def grow(

@@ -80,6 +80,7 @@ class Lookup:
         levels: int = 1,
         on: Callable[[float], bool] | None = None,
     ) -> Draft:
+        frontier = tree.open_at(seqs, draft, frontier)
         if width == 1:
             for place in frontier:
                 draft = self._run(seqs, draft, place, source, levels)
@@ -107,8 +108,9 @@ class Lookup:
         if cursor is None:
             return draft
         tokens, chances, last = state.index.follow(cursor, levels)
+        tokens = tree.ended(tokens, seqs[tree.row_at(draft, place)].request.ends)
         all_new = len(draft) + len(tokens)
-        draft = tree.run(draft, place, tokens, source, chances)
+        draft = tree.run(draft, place, tokens, source, chances[: len(tokens)])
         if tokens:
             end = all_new - 1 if len(draft) == all_new else tree.descend(draft, place, tokens)
             state.cursors[draft.parent[end], tokens[-1]] = last

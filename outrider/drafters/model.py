@@ -57,7 +57,7 @@ class ModelDrafter:
         levels: int = 1,
         on: Callable[[float], bool] | None = None,
     ) -> Draft:
-        frontier = [p for p in frontier if self._end(seqs, draft, p) < self.model.spec.context]
+        frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft
         simple = settings.raw and width == 1 and self.model.spec.vocab_size <= self.vocab
@@ -99,7 +99,8 @@ class ModelDrafter:
     def _chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, on: Callable[[float], bool] | None) -> Draft:
         """The likeliest tokens below a place, found one after the other."""
         tokens, logp = self.model.chain(seqs, draft, place, levels, on)  # type: ignore[attr-defined]
-        made = tree.run(draft, place, tokens, source, [math.exp(x) for x in logp])
+        tokens = tree.ended(tokens, seqs[0].request.ends)
+        made = tree.run(draft, place, tokens, source, [math.exp(x) for x in logp[: len(tokens)]])
         nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(len(tokens) - 1)] if draft.token else []
         if nodes and nodes[0] != len(draft):  # others had guessed the same
             self.model.rename(seqs[0], dict(enumerate(nodes, len(draft))))  # type: ignore[attr-defined]

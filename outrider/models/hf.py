@@ -136,7 +136,7 @@ class HFModel:
             (token,), (chance,) = decided(Scores(logits, at=at, found=told))
             tokens.append(token)
             chances.append(chance)
-            if len(tokens) == levels or not (on is None or on(math.exp(chance))):
+            if len(tokens) == levels or token in seq.request.ends or not (on is None or on(math.exp(chance))):
                 return tokens, chances
             block, at, node, place = self.rows.onward(seq, node, place, token), None, node + 1, node
 
