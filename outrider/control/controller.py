@@ -90,8 +90,9 @@ class Adaptive:
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
-        near, far = min(max([row.reach for row in rows]), page.deepest), page.deepest  # who goes a level at a time says itself how far
-        key = tuple([(name, _reach(far if page.prices[name] > DEAR else near)) for name in names])
+        near = min(max([row.reach for row in rows]), page.deepest)
+        near = next(depth for depth in REACHES if depth >= near)
+        key = tuple([(name, DEEPEST if page.prices[name] > DEAR else near) for name in names])  # of who goes a level at a time each level is weighed
         plan = self.plans.get(key) or self.plans.setdefault(key, Plan(tuple([(name, depth, 1) for name, depth in key])))
         return plan, "off:no-guess"
 
@@ -347,10 +348,6 @@ class Adaptive:
 def _longest(draft: Draft) -> int:
     """Nodes of the row that has most."""
     return len(draft) if draft.rows == 1 else max([draft.row.count(r) for r in range(draft.rows)])
-
-
-def _reach(depth: int) -> int:
-    return next(reach for reach in REACHES if reach >= depth)
 
 
 def _rare(record: StepRecord, step: Step | None) -> bool:

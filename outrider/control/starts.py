@@ -22,6 +22,7 @@ RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave f
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
 UNMEASURED = 512  # steps after which nobody is waited for who would measure drafters: a server may never rest
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
+RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens that a request is trusted to have had, at the pace of plain decoding, before any were written
 LATELY, FADED = 0.3, 0.2  # weight of the latest step in how sure a drafter is; what each refusal takes of it: who is not asked shows nothing more
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
@@ -29,11 +30,12 @@ AHEAD = 64  # tokens more than were written so far that a request is trusted to 
 
 class Starts:
     """`cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `explored`: plain steps that tries have cost; `pause` and
-    `due`: by drafter, steps between its tries and the step from which on the next may be."""
+    `due`: by drafter, steps between its tries and the step from which on the next may be; `rates`: by drafter, of what request, rows and steps the last one is."""
 
     def __init__(self, tables: Tables, ledger: Ledger, cautious: bool) -> None:
         self.tables, self.ledger, self.cautious = tables, ledger, cautious
         self.explored = 0.0
+        self.rates: dict[str, tuple[tuple[str, int, int], float]] = {}
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
 
     def may(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
@@ -73,13 +75,13 @@ class Starts:
     def _promise(self, step: Step, name: str, have: float) -> float:
         """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns out to
         bring less is left."""
-        told, tables, page = list[float](), self.tables, step.page
+        told, page = 0.0, step.page
         for row in step.rows:
             if name in row.sure:
-                told.append(tables.score(page, name, row.sure[name]))
+                told += self.tables.score(page, name, row.sure[name])
             else:
-                told.append(sum([share * max(have, tables.score(page, name, chance)) for share, chance in tables.texts(name)]))
-        return sum(told) / len(told)
+                told += sum([share * max(have, score) for share, score in self.tables.kinds(page, name)])
+        return told / len(step.rows)
 
     def _unpaid(self, step: Step, name: str) -> bool:
         """No, for what it showed in these texts, which says less and less of them."""
@@ -100,11 +102,22 @@ class Starts:
 
     def _saves(self, step: Step, seqs: list[Sequence], name: str) -> float:
         """Plain steps that a drafter would save from here on: of what the request takes at its pace without it, in the texts in which that is slower."""
-        rate, worth = _rate(seqs, step.page.plain, name), 0.0
+        rate, worth = self._rate(seqs, step.page.plain, name), 0.0
         for row in step.rows:
-            kinds = [(1.0, row.sure[name])] if name in row.sure else self.tables.texts(name)
-            worth += sum([share * max(1 / rate - 1 / self.tables.score(step.page, name, chance), 0.0) for share, chance in kinds])
+            kinds = [(1.0, self.tables.score(step.page, name, row.sure[name]))] if name in row.sure else self.tables.kinds(step.page, name)
+            worth += sum([share * max(1 / rate - 1 / score, 0.0) for share, score in kinds])
         return worth / len(step.rows) * min([_ahead(s) for s in seqs])
+
+    def _rate(self, seqs: list[Sequence], plain: float, name: str) -> float:
+        """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess: asked anew in its first steps, and then every
+        RATED ones."""
+        done = seqs[0].steps
+        at = seqs[0].request.id, len(seqs), done if done <= RATED else done // RATED * RATED
+        if self.rates.get(name, (None,))[0] != at:
+            steps = [r for s in seqs for r in s.records[-AHEAD:] if not r.levels.get(name)]
+            took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
+            self.rates[name] = at, sum([sum(r.emitted) for r in steps], LIKE) / (LIKE + took / plain)
+        return self.rates[name][1]
 
     def _try_anyway(self, step: Step, name: str, wait: float) -> bool:
         """Is it time to see whether a drafter that does not seem to pay would?"""
@@ -155,7 +168,7 @@ class Starts:
         own = sum([record.draft.source[n] & self.tables.bits[name] > 0 for n in record.kept]) // len(seqs) if record.draft else 0
         came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
         took = page.drafting[name][min(record.levels[name], DEEPEST)] + page.verify[nodes] - page.verify[max(nodes - own, 0)]
-        return came / _rate(seqs, page.plain, name) - took
+        return came / self._rate(seqs, page.plain, name) - took
 
     def ended(self, row: Row) -> None:
         """How sure drafters were in a request is what they may be in the next ones, and what came of promises to save is what those are worth."""
@@ -163,13 +176,6 @@ class Starts:
             self.tables.ended(name, sure)
         for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
-
-
-def _rate(seqs: list[Sequence], plain: float, name: str) -> float:
-    """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess."""
-    steps = [r for s in seqs for r in s.records[-AHEAD:] if not r.levels.get(name)]
-    took = sum([(r.reading.seconds - r.seconds.get("prefill", 0.0)) * len(r.requests) for r in steps])
-    return sum([sum(r.emitted) for r in steps], LIKE) / (LIKE + took / plain)
 
 
 def _ahead(seq: Sequence) -> int:

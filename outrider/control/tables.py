@@ -47,7 +47,7 @@ class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
     tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter and chance of its guesses
-    (in hundredths), what it is worth by itself, once asked. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    (in hundredths), what it is worth by itself, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
     that pays, once asked. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
@@ -64,6 +64,7 @@ class Page:
     steady: float
     deepest: int
     scores: dict[tuple[str, int], float] = field(default_factory=dict)
+    kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
     known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
     chains: dict[tuple[int, float, float, tuple[int, ...], tuple[float, ...]], tuple[int, float]] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class Tables:
             page = self.page(at)
             assert page is not None
             for name in self.bits:
+                self.kinds(page, name)
                 self.score(page, name, self.usual(name))
                 self.ended(name, UNSEEN)
                 self.least(page, name, 0, 0.0)
@@ -149,13 +151,19 @@ class Tables:
             page.scores[key] = best
         return page.scores[key]
 
-    def texts(self, name: str) -> list[tuple[float, float]]:
-        """(share, chance): of how many texts the guesses of a drafter are how likely, by those before."""
+    def kinds(self, page: Page, name: str) -> list[tuple[float, float]]:
+        """(share, score): of how many texts a drafter is worth how much, by those before; kept for the life of a page."""
+        if name not in page.kinds:
+            page.kinds[name] = [(share, self.score(page, name, chance)) for share, chance in self._texts(name)]
+        return page.kinds[name]
+
+    def _texts(self, name: str) -> list[tuple[float, float]]:
+        """The same, how likely its guesses are."""
         return [(self.next.share(f"{name} t{i}", 1 / len(TEXTS)), chance) for i, chance in enumerate(TEXTS)]
 
     def usual(self, name: str) -> float:
-        """The mean of that."""
-        return sum([share * chance for share, chance in self.texts(name)])
+        """How likely the guesses of a drafter are in the mean of texts."""
+        return sum([share * chance for share, chance in self._texts(name)])
 
     def ended(self, name: str, chance: float) -> None:
         """A text is over in which the guesses of a drafter were so likely of late."""
