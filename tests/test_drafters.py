@@ -331,3 +331,35 @@ def test_a_draft_with_a_shorter_context_stops_and_the_text_goes_on():
     late = [r for r in seq.records if r.context[0] >= 30]
     assert late and all(r.drafted == (0,) for r in late)
     assert all(r.accepted == r.drafted for r in seq.records)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("kind", ["lookup", "model"])
+def test_nothing_is_guessed_after_an_end_token(kind: str, width: int) -> None:
+    """What comes there is cut, whatever it is: guesses would be drafted and verified in vain. An end token itself may be guessed."""
+    end, told, guessed = 4, fixed(Plan(((kind, 6, width),))), 0
+    part = Lookup("lookup", floor=0.0) if kind == "lookup" else ModelDrafter(ToyModel(13, 1, name="draft", blend=(2, 0.3)), "model")
+    engine = Engine(ToyModel(13, 1, name="target", blend=(2, 0.0)), {kind: part}, told, 1)
+    for seed in range(12):
+        prompt = [5, 6, 7, end, 8, 9, 10, 11, 5, 6] if kind == "lookup" else [1, 2 + seed % 9, 3]
+        (seq,) = run(engine, [request(prompt, max_tokens=30, seed=seed, ends=frozenset({end}))])
+        for draft in [r.draft for r in seq.records if r.draft]:
+            guessed += draft.token.count(end)
+            assert not any(parent >= 0 and draft.token[parent] == end for parent in draft.parent)
+    assert guessed, "a test that cannot fail"
+
+
+def test_a_chain_ends_at_an_end_token() -> None:
+    """Also where guesses are made in one call: no forward is made for what would come after it."""
+
+    def drafted(ends: frozenset[int]) -> tuple[list[int], int]:
+        model, seq = zoo.model("llama", noise=0.1), sequence([3, 4, 5], ends=ends)
+        drafter = ModelDrafter(model, "model")
+        drafter.begin(seq)
+        before = model.forwards
+        draft = drafter.extend([seq], tree.empty(1), roots(1), 1, 1, Settings.of([seq]), RowNoise((0,), (0,), (3,)), levels=6)
+        return draft.token, model.forwards - before
+
+    tokens, forwards = drafted(frozenset())
+    kept = tokens.index(tokens[2]) + 1
+    assert drafted(frozenset({tokens[2]})) == (tokens[:kept], forwards - (len(tokens) - kept)) and len(tokens) == 6

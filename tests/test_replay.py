@@ -112,6 +112,17 @@ def test_to_the_controller_a_sampled_text_is_sampled() -> None:
         assert found.plainly(named(at)) * found.pace == pytest.approx(seconds) == found.verify[named(at)].drawn().line[0] * found.pace
 
 
+def test_a_replay_does_not_say_where_its_text_ends() -> None:
+    """Who decides knows how much was asked for, as in the live run; what is written is the text, and no more."""
+    of = trace(2, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.9}, length=37)
+    of, seen = changed(of, texts=[changed(of.texts[0], asked=256)]), []
+    controller = policy("adaptive", of.drafters, of.costs, tier_of(of), {"drafts": 1000})
+    choose = controller.choose
+    controller.choose = lambda seqs: (seen.append(seqs[0].request.sampling.max_tokens), choose(seqs))[1]
+    (told,) = replay(of, controller)
+    assert set(seen) == {256} and sum(r.emitted[0] for r in told.records) >= 37 and told.records[-1].context[0] < of.texts[0].length + 37
+
+
 def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:
     recorded.save(tmp_path / "deep" / "a.jsonl")
     again = Trace.load(tmp_path / "deep" / "a.jsonl")

@@ -24,7 +24,8 @@ UNMEASURED = 512  # steps after which nobody is waited for who would measure dra
 LONG_READ = 1.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
 RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens that a request is trusted to have had, at the pace of plain decoding, before any were written
-LATELY, FADED = 0.3, 0.2  # weight of the latest step in how sure a drafter is; what each refusal takes of it: who is not asked shows nothing more
+FIRST, LATELY = 0.7, 0.3  # weight of a text's first step, and of each later one, in how sure a drafter is there
+FADED = 0.2  # what each refusal takes of that: who is not asked shows nothing more
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
@@ -157,8 +158,8 @@ class Starts:
             sure = step.sure(name, record.draft)
             for row in step.rows:
                 if sure is not None:
-                    known = row.sure.setdefault(name, self.tables.usual(name))
-                    row.sure[name] = known + LATELY * (sure - known)
+                    known, weight = (row.sure[name], LATELY) if name in row.sure else (self.tables.usual(name), FIRST)
+                    row.sure[name] = known + weight * (sure - known)
                 if name in row.owing:
                     row.owing[name][1] += self._saved(step, seqs, record, name)
 
