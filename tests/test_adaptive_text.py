@@ -27,7 +27,7 @@ CHEAPEST = {"lookup": 2, "model": 1, "weak": 4}  # the marks of toy_engine's dra
 def adapting(rows: int, rng: np.random.Generator, kind: str = "logistic", costs: Costs | None = None) -> Engine:
     """A toy engine under the controller, on a clock that runs as fast as chance has it: every decision comes up."""
     engine = toy_engine(rows)
-    tables = Tables(CHEAPEST, costs or Costs({"lookup": 0.01, "model": 0.1, "weak": 0.3}), kind)
+    tables = Tables(CHEAPEST, costs or Costs({"lookup": 0.01, "model": 0.4, "weak": 0.6}), kind)
     engine.controller = Adaptive(tables, lambda: "", slowdown=10.0)
     ticks = itertools.accumulate(rng.choice([0.01, 0.02, 0.5], 100_000))
     engine.now = lambda: float(next(ticks))
@@ -66,7 +66,7 @@ def test_one_long_text_on_a_steady_clock(settings: dict) -> None:
     """Long enough for rests, plain steps, and tries: off and on again leave no hole in a drafter's cache."""
     asked = [request([1, 2, 3], "long", seed=3, max_tokens=220, **settings)]
     engine = toy_engine(1)
-    engine.controller = Adaptive(Tables(CHEAPEST, Costs({"lookup": 0.01, "model": 0.1, "weak": 0.3})), lambda: "", slowdown=1.0)
+    engine.controller = Adaptive(Tables(CHEAPEST, Costs({"lookup": 0.01, "model": 0.4, "weak": 0.6})), lambda: "", slowdown=1.0)
     target, drafts = engine.target, [engine.drafters[n].model for n in ("model", "weak")]
     engine.now = lambda: target.forwards + 0.05 * target.computed + sum(0.2 * m.forwards for m in drafts)
     (seq,) = run(engine, asked)

@@ -89,13 +89,13 @@ def test_much_to_read_is_weighed_however_cheap_the_guesses(monkeypatch: pytest.M
     assert seconds(two) < 0.7 * seconds(alone)
 
 
-@pytest.mark.parametrize("silent", [6, 1000])
+@pytest.mark.parametrize("silent", [4, 1000])
 def test_who_read_much_and_saved_little_is_believed_less(silent: int) -> None:
-    """A model that is right everywhere reads all of a text, for five plain steps, to fill a gap of six tokens, before lookup writes the rest: after some texts it
+    """A model that is right everywhere reads all of a text, for two or three plain steps, to fill a gap of four tokens, before lookup writes the rest: after some texts it
     is no longer begun for that. Where lookup has nothing to say at all, it is begun in every text."""
-    priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01), "model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, 0.05]}}
+    priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01), "model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, 0.025]}}
     says = {"lookup": lambda t, d: 0.0 if t < silent else 0.95, "model": lambda t, d: 0.9}
-    of = trace(3, priced, says, texts=20, length=120, score=lambda p: 0.7)
+    of = trace(3, priced, says, texts=40, length=120, score=lambda p: 0.7)
     controller = adaptive(of := replace(of, texts=[replace(one, length=100) for one in of.texts]))
     began = [any(r.levels.get("model") for r in records) for records in drive(of, controller)]
     observations, saved = controller.tables.next.cells["model saved"]
@@ -103,12 +103,13 @@ def test_who_read_much_and_saved_little_is_believed_less(silent: int) -> None:
     if silent > 120:
         assert all(began) and saved == 1.0
     else:
-        assert not any(began[12:]) and saved < 0.5
+        assert not any(began[34:]) and saved < 0.2
 
 
-def test_who_is_sure_in_some_texts_is_asked_in_all_and_left_in_others() -> None:
+def test_who_is_sure_in_some_texts_is_asked_in_all_and_left_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is right nearly always in one text of six, and hardly ever in the rest: in the mean it does not pay. It says so itself once it is asked,
-    so every text begins with that. One that is right in none of them is no longer begun."""
+    so every text begins with that. One that is right in none of them is no longer begun. (Tries of what does not seem to pay are left out.)"""
+    monkeypatch.setattr(starts, "EXPLORE", 0.0)
     priced = costs(linear(0.05), {"model": linear(0.5, 0.0)})
 
     def began(good: int) -> tuple[list[list[StepRecord]], list[int]]:
@@ -221,7 +222,7 @@ def test_a_drafter_that_costs_much_comes_back_after_it_was_off() -> None:
     chances = {"model": lambda t, d: 0.1 if t < 150 else 0.97}
     off, on = list[float](), list[float]()
     for seed in range(1, 13):  # of each by itself luck decides when it is tried
-        of = trace(seed, costs(linear(0.05), {"model": linear(0.3, 0.0)}), chances, length=700)
+        of = trace(seed, costs(linear(0.05), {"model": linear(0.4, 0.0)}), chances, length=700)
         records = ours(of)
         off.append(mean(drafted_from(records, 50, 150)))
         on.append(mean(drafted_from(records, 200, 250)))  # by tries alone it would be twice as long

@@ -9,7 +9,7 @@ What does not seem to pay is tried anyway now and then, ever more rarely, within
 from outrider.control.guard import Ledger
 from outrider.control.rows import DEAR, PATIENCE, Row
 from outrider.control.step import PROBED, Step
-from outrider.control.tables import BATCH, LOOK, WARM, Tables
+from outrider.control.tables import BATCH, WARM, Tables
 from outrider.core import tree
 from outrider.core.types import Draft, Sequence, StepRecord
 from outrider.measure.cost import DEEPEST, FAR
@@ -41,6 +41,8 @@ class Starts:
 
     def may(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
         """A cheap one with little to read is asked before anything is weighed, unless others have guessed."""
+        if self.cautious and step.number < UNMEASURED and step.page.prices[name] > DEAR and not self.tables.measured(name, step.page.at):
+            return _later(step, name)
         wait = sum([self._waiting(step, s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
         if not cheap or wait > LONG_READ:
             return self._pays(step, seqs, name, draft, wait)
@@ -52,8 +54,6 @@ class Starts:
 
     def _pays(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, wait: float) -> bool:
         """Is a drafter that costs something, `wait` plain steps to begin with, worth starting, beside what is drafted?"""
-        if self.cautious and step.number < UNMEASURED and not self.tables.measured(name, step.page.at):
-            return _later(step, name)
         have = max(step.best(draft)[1], 1 / step.plain) if draft.token else 1 / step.plain
         pays = self._promise(step, name, have) * self._tilt(name, draft) >= have * (1 + RISK)
         if not pays and step.number < self.due[name]:
@@ -94,7 +94,7 @@ class Starts:
     def _too_much(self, step: Step, name: str, wait: float, credit: float) -> bool:
         """Would it leave less credit than the guard wants, or than others need? Reading has some of its own, `credit` in seconds."""
         page = step.page
-        beside = len(self.tables.bits) > 1 and page.drafting[name][1] > LOOK
+        beside = len(self.tables.bits) > 1 and page.prices[name] > DEAR
         unsure = (1 + UNSURE) * wait
         own = credit / (page.plain * page.spread) if wait else 0.0
         reading = min(max(unsure - own, 0.0), unsure if beside else wait)

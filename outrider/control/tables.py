@@ -20,7 +20,9 @@ UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
 SURE = 0.98  # acceptance of guesses that could hardly be better
 ALIKE = LEVELS + 1  # depth from which on nodes of one score are as likely as each other: no verdict that predictors tell apart was before the draft
-LOOK = 0.25  # a drafter whose level costs less of a plain step is asked before anything is weighed
+LOOK = (
+    0.35  # a drafter whose level costs less of a plain step is asked before anything is weighed: its own scores say more than what it was elsewhere
+)
 TEXTS = (0.35, 0.5, 0.65, 0.75, 0.85, 0.92, 0.96, 0.985)  # texts are told apart by how likely the guesses of a drafter are in them
 BATCH = 8  # steps that are learned from together
 LOOKED = 8  # depths weighed before a drafter starts
