@@ -247,19 +247,27 @@ class Costs:
     def owed(self, at: Situation) -> float:
         """Seconds of a step of plain decoding now, as plain steps alone tell: a promise about plain decoding cannot hang on
         what speculation costs, as the pace does. Where none was taken yet, what they told elsewhere last is true there too."""
+        return self._bounded(at, self._told(at))
+
+    def _told(self, at: Situation) -> float:
         if at not in self.lately and self.told:
             self.lately[at] = [TRUST, self.plainly(at) * self.told[0], self.told[1]]
         return self.lately[at][1] if at in self.lately else self.plainly(at)
 
+    def _bounded(self, at: Situation, seconds: float) -> float:
+        """Never more than all steps tell of the pace: where nearly all of them draft, the few plain ones stand between wide steps, or met a busy moment, and what
+        they tell too much would be given away."""
+        return min(seconds, self.plainly(at) * self.pace or seconds)
+
     def owe(self, at: Situation, seconds: float) -> float:
         """Plain decoding would have taken `seconds` for a step just now. Returns what is owed for one from now on."""
-        mean = self.owed(at)
+        mean = self._told(at)
         count = 0.0 if self._moved(at) else self.lately[at][0] if at in self.lately else TRUST
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
         mean += (clipped - mean) * max(1 / (count + 1), OWED)
         self.lately[at] = [count + 1, mean, self.pace]
         self.told = (mean / (self.plainly(at) or mean), self.pace)
-        return mean
+        return self._bounded(at, mean)
 
     def outdated(self, at: Situation) -> bool:
         """Has the machine changed its pace since plain steps told what plain decoding takes?"""
