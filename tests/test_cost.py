@@ -230,6 +230,20 @@ def test_one_stall_hardly_moves_the_pace() -> None:
     assert costs.pace * costs.felt(1e-3) < 1.05
 
 
+def test_what_plain_decoding_takes_is_no_more_than_all_steps_tell() -> None:
+    """Where nearly all steps draft, a few plain ones between them tell: they met a busy moment, or cold caches. That is not given away; a machine that has become
+    slow is seen in all steps, and what plain steps take less than that counts at once."""
+    costs = table()
+    for _ in range(4):
+        assert costs.owe(AT, 1.8) <= costs.plainly(AT) * costs.pace == pytest.approx(1.0)
+    for _ in range(400):
+        costs.felt(2.0 / costs.pace)
+    assert costs.owe(AT, 2.0) == pytest.approx(costs.owed(AT)) and 1.5 < costs.owed(AT) < 2.2
+    for _ in range(200):
+        costs.owe(AT, 0.9)
+    assert costs.owed(AT) == pytest.approx(0.9, rel=0.02)
+
+
 def test_plain_steps_among_plain_steps_have_a_cost_of_their_own() -> None:
     costs = table()
     for _ in range(100):
