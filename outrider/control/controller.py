@@ -6,6 +6,7 @@ before a drafter that costs something starts, while it goes on, and before verif
 Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -41,7 +42,7 @@ class Adaptive:
         self.starts = Starts(tables, self.ledger, cautious)
         self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}
-        self.plans: dict[tuple[tuple[str, int], ...], Plan] = {}  # those chosen so far, by drafters and depths
+        self.plans = {key: _plan(key) for some in _subsets(list(tables.bits)) for key in _depths(some)}  # their code is made at load
         self.step: Step | None = None
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
@@ -93,7 +94,7 @@ class Adaptive:
         near = min(max([row.reach for row in rows]), page.deepest)
         near = next(depth for depth in REACHES if depth >= near)
         key = tuple([(name, DEEPEST if page.prices[name] > DEAR else near) for name in names])  # of who goes a level at a time each level is weighed
-        plan = self.plans.get(key) or self.plans.setdefault(key, Plan(tuple([(name, depth, 1) for name, depth in key])))
+        plan = self.plans.get(key) or self.plans.setdefault(key, _plan(key))
         return plan, "off:no-guess"
 
     @staticmethod
@@ -348,6 +349,21 @@ class Adaptive:
 def _longest(draft: Draft) -> int:
     """Nodes of the row that has most."""
     return len(draft) if draft.rows == 1 else max([draft.row.count(r) for r in range(draft.rows)])
+
+
+def _plan(depths: tuple[tuple[str, int], ...]) -> Plan:
+    return Plan(tuple([(name, depth, 1) for name, depth in depths]))
+
+
+def _subsets(names: list[str]) -> list[tuple[str, ...]]:
+    """In their order; of many drafters, those of up to two, and all."""
+    return [tuple(some) for size in dict.fromkeys((1, 2, len(names))) if size <= len(names) for some in itertools.combinations(names, size)]
+
+
+def _depths(names: tuple[str, ...]) -> list[tuple[tuple[str, int], ...]]:
+    """How deep each of these may go: those that cost something to the end, the others to one reach; which they are is not known before they are measured."""
+    ways = [way for near in REACHES for way in itertools.product(*[dict.fromkeys((near, DEEPEST)) for _ in names])]
+    return [tuple(zip(names, way, strict=True)) for way in dict.fromkeys(ways)]
 
 
 def _rare(record: StepRecord, step: Step | None) -> bool:
