@@ -28,6 +28,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
 from outrider.measure.cost import Costs
 from outrider.models.load import wrap
+from outrider.runtime import engine as engines
 from outrider.runtime.engine import Engine
 
 CUDA = torch.device("cuda", 0)
@@ -80,6 +81,27 @@ def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noi
     request.getfixturevalue("far")
     assert [records(name, plan, noise) for plan in plans] == wanted
     assert any(sum(s == 3 for s in sources) for _, _, sources, *_ in wanted[0][0]), "some guesses were both drafters'"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_chain_that_ran_past_an_end_token_leaves_no_nodes_behind(name, far, monkeypatch):
+    """On a device it is seen afterwards. What was computed there is no node: others get its number, and their keys are not taken for it."""
+    cut = engines.cut
+    monkeypatch.setattr(
+        engines, "cut", lambda seqs, *how: cut([replace(s, request=replace(s.request, ends=frozenset())) for s in seqs], *how)
+    )  # it goes on
+    told = [Plan((("model", 4, 1), ("lookup", 3, 1))), Plan((("lookup", 3, 1), ("model", 4, 1)))]
+
+    def nodes(plan: Plan, some: frozenset[int]):
+        drafts, text, _ = records(name, plan, 0.2, ends=some)
+        return [(token, parent, source, [round(x, 3) for x in score], accepted) for token, parent, source, score, _, accepted in drafts], text
+
+    asked = [(plan, frozenset({end})) for plan in told for end in sorted(set(records(name, told[0], 0.2)[1]))[:4]]
+    with monkeypatch.context() as single:
+        single.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+        wanted = [nodes(*how) for how in asked]
+    assert [nodes(*how) for how in asked] == wanted
+    assert any(token in some for (drafts, _), (_, some) in zip(wanted, asked, strict=True) for tokens, *_ in drafts for token in tokens[:2])
 
 
 def test_a_chain_goes_no_further_than_its_model(far):

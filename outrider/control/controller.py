@@ -361,8 +361,8 @@ def _subsets(names: list[str]) -> list[tuple[str, ...]]:
 
 
 def _depths(names: tuple[str, ...]) -> list[tuple[tuple[str, int], ...]]:
-    """How deep each of these may go: those that cost something to the end, the others to one reach; which they are is not known before they are measured."""
-    ways = [way for near in REACHES for way in itertools.product(*[dict.fromkeys((near, DEEPEST)) for _ in names])]
+    """How deep each of these may go, the cheapest first: some to one reach, the others, which cost something, to the end."""
+    ways = [(*[near] * count, *[DEEPEST] * (len(names) - count)) for near in REACHES for count in range(len(names) + 1)]
     return [tuple(zip(names, way, strict=True)) for way in dict.fromkeys(ways)]
 
 

@@ -98,12 +98,14 @@ class ModelDrafter:
 
     def _chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, on: Callable[[float], bool] | None) -> Draft:
         """The likeliest tokens below a place, found one after the other."""
-        tokens, logp = self.model.chain(seqs, draft, place, levels, on)  # type: ignore[attr-defined]
-        tokens = tree.ended(tokens, seqs[0].request.ends)
+        found, logp = self.model.chain(seqs, draft, place, levels, on)  # type: ignore[attr-defined]
+        tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
         made = tree.run(draft, place, tokens, source, [math.exp(x) for x in logp[: len(tokens)]])
         nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(len(tokens) - 1)] if draft.token else []
-        if nodes and nodes[0] != len(draft):  # others had guessed the same
-            self.model.rename(seqs[0], dict(enumerate(nodes, len(draft))))  # type: ignore[attr-defined]
+        names = dict(enumerate(nodes, first)) if nodes and nodes[0] != first else {}  # others had guessed the same
+        names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes
+        if names:
+            self.model.rename(seqs[0], names)  # type: ignore[attr-defined]
         return made
 
     @staticmethod

@@ -245,11 +245,12 @@ class Costs:
         return self.steady.get(at) or (curve.line[0] if curve else 0.0)
 
     def owed(self, at: Situation) -> float:
-        """Seconds of a step of plain decoding now, as plain steps alone tell: a promise about plain decoding cannot hang on
-        what speculation costs, as the pace does. Where none was taken yet, what they told elsewhere last is true there too."""
-        return self._bounded(at, self._told(at))
+        """Seconds of a step of plain decoding now, as plain steps tell: a promise about plain decoding cannot grow with what speculation costs, as the
+        pace does, which only bounds it. Where none was taken yet, what they told elsewhere last is true there too."""
+        return self._bounded(at, self._plain(at))
 
-    def _told(self, at: Situation) -> float:
+    def _plain(self, at: Situation) -> float:
+        """What plain steps alone tell."""
         if at not in self.lately and self.told:
             self.lately[at] = [TRUST, self.plainly(at) * self.told[0], self.told[1]]
         return self.lately[at][1] if at in self.lately else self.plainly(at)
@@ -261,7 +262,7 @@ class Costs:
 
     def owe(self, at: Situation, seconds: float) -> float:
         """Plain decoding would have taken `seconds` for a step just now. Returns what is owed for one from now on."""
-        mean = self._told(at)
+        mean = self._plain(at)
         count = 0.0 if self._moved(at) else self.lately[at][0] if at in self.lately else TRUST
         clipped = min(max(seconds, mean / CLIP), mean * CLIP)
         mean += (clipped - mean) * max(1 / (count + 1), OWED)

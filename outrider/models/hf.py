@@ -120,7 +120,7 @@ class HFModel:
     def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None) -> Decided:
         """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, and their log-probabilities. The guesses are this step's
         scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last is not scored. Where the host sees each of
-        them, `on(probability)` says whether another is wanted."""
+        them, `on(probability)` says whether another is wanted, and an end token is the last."""
         self._catch_up(seqs, [place])
         seq, layout = seqs[tree.row_at(draft, place)], self.rows.layout(seqs, draft, [place])
         if near(self.spec.device):
