@@ -356,6 +356,8 @@ def curve(**cells: list[float]) -> dict:
         {"predictors": {"logistic": {"weights": {"lookup": []}, "squares": {"lookup": []}}}},
         {"next": {"lookup ?": [1]}},
         {"next": {"lookup ?": {"a": 1}}},
+        {"next": {"lookup t3": [5, 9.0]}},
+        {"next": {"lookup t3": [-1, 0.5]}},
         curve(**{"0": []}),
         curve(**{"0": [1, 0.0]}),
         curve(**{"0": [1, -1.0]}),

@@ -98,6 +98,8 @@ class Tables:
 
     def tried(self) -> None:
         """Ask for all that a request may ask for, and learn as it would: nonsense that was read from a profile raises here. What was tried is of no more use."""
+        if any(count < 0 or not 0 <= share <= 1 for count, share in self.next.cells.values()):
+            raise ValueError("how often something was seen is no less than 0, and shares lie in 0..1")
         for at in list(self.costs.verify):
             page = self.page(at)
             assert page is not None
