@@ -27,6 +27,7 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
 from outrider.measure.cost import Costs
+from outrider.models.hf import HFModel
 from outrider.models.load import wrap
 from outrider.runtime import engine as engines
 from outrider.runtime.engine import Engine
@@ -81,6 +82,32 @@ def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noi
     request.getfixturevalue("far")
     assert [records(name, plan, noise) for plan in plans] == wanted
     assert any(sum(s == 3 for s in sources) for _, _, sources, *_ in wanted[0][0]), "some guesses were both drafters'"
+
+
+SAMPLED = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.8, "min_p": 0.1}]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("settings", SAMPLED, ids=str)
+def test_a_chain_of_races_made_in_one_call_is_the_chain_of_single_levels(name, settings, monkeypatch):
+    """Token for token and score for score: each guess runs the race of its own position, also below a tail that was read with it, and where it ends the text."""
+    asked = {"rule": "coupled", "seed": 5, **settings}
+    plans = [Plan((("lookup", 3, 1), ("model", 4, 1))), Plan((("model", 6, 1),))]
+    with monkeypatch.context() as single:
+        single.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+        end = records(name, plans[1], 0.2, **asked)[1][20]
+        wanted = [records(name, plan, 0.2, **asked, **ends) for plan in plans for ends in ({}, {"ends": frozenset({end})})]
+    calls, chain = [], HFModel.chain
+    monkeypatch.setattr(HFModel, "chain", lambda *asked: calls.append(1) or chain(*asked))
+    assert [records(name, plan, 0.2, **asked, **ends) for plan in plans for ends in ({}, {"ends": frozenset({end})})] == wanted
+    assert len(calls) > 4 and any(accepted[0] > 1 for drafts, *_ in wanted for *_, accepted in drafts)
+
+
+@pytest.mark.parametrize("asked", [{"rule": "exact"}, {"rule": "coupled", "repetition_penalty": 1.3}, {"rule": "coupled", "min_tokens": 9}], ids=str)
+def test_no_chain_in_one_call_where_guesses_are_drawn_or_look_at_the_text(asked, monkeypatch):
+    """`exact` keeps what each was drawn from, and penalties see the guesses before."""
+    monkeypatch.setattr(HFModel, "chain", lambda *_: pytest.fail("it cannot know that"))
+    assert records("llama", Plan((("model", 4, 1),)), 0.2, temperature=0.9, **asked)[1]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -218,10 +218,11 @@ def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tup
     return (x - top) / float(warmth) if warmth not in (0.0, 1.0) else x - top, best
 
 
-def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[int, float]:
-    """Who wins the race at a place whose logits are the `at`-th of [..., V] in the host's memory, and its share among those that come near it."""
+def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings, noise: RowNoise, below: int = 0) -> tuple[int, float]:
+    """Who wins the race at a place whose logits are the `at`-th of [..., V] in the host's memory, and its share among those that come near it. `below`: so many
+    nodes after that place, which the draft does not hold yet; for settings that are `bare`."""
     row = tree.row_at(draft, place)
-    s, depth, vocab = settings.params[row], tree.depth_at(draft, place) + 1, logits.shape[-1]
+    s, depth, vocab = settings.params[row], tree.depth_at(draft, place) + 1 + below, logits.shape[-1]
     if settings.bare and logits.dtype in READ and not bounded(s) and logits.is_contiguous():
         size = logits.element_size()
         if won := noise.won_at(logits.data_ptr() + at * vocab * size, size, vocab, s.temperature, row, depth):

@@ -60,9 +60,10 @@ class ModelDrafter:
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft
-        simple = settings.raw and width == 1 and self.model.spec.vocab_size <= self.vocab
-        if simple and (ahead := self._ahead(seqs, draft, frontier, levels)) > 1:
-            return self._chain(seqs, draft, frontier[0], ahead, source, on)
+        one = width == 1 and self.model.spec.vocab_size <= self.vocab
+        simple = settings.raw and one
+        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings)) > 1:
+            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
             tokens, logp = decided(scores)
@@ -86,21 +87,31 @@ class ModelDrafter:
         raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
 
-    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int) -> int:
+    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings) -> int:
         """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if nobody drafted before and the
-        request asks for no floor, which is looked at between calls."""
+        request asks for no floor, which is looked at between calls. Whose guesses are drawn from what the verdict must know (`exact`), or elsewhere than here, goes
+        level by level."""
         if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
             return 1
         levels = min(levels, self.model.spec.context - self._end(seqs, draft, frontier[0]))
         if not near(self.model.spec.device):
-            return min(levels, AHEAD)
+            return min(levels, AHEAD) if settings.raw else 1
+        if not (settings.raw or settings.coupled[0]):
+            return 1
         return 1 if draft.token or seqs[0].request.limits.floor else levels
 
-    def _chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, on: Callable[[float], bool] | None) -> Draft:
-        """The likeliest tokens below a place, found one after the other."""
-        found, logp = self.model.chain(seqs, draft, place, levels, on)  # type: ignore[attr-defined]
+    def _chain(
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
+        on: Callable[[float], bool] | None,
+    ) -> Draft:  # fmt: skip
+        """Tokens below a place, found one after the other: the likeliest, or who wins the races there."""
+
+        def pick(logits: Tensor, at: int, below: int) -> tuple[int, float]:
+            return raced(logits, at, place, draft, settings, noise, below)
+
+        found, scores = self.model.chain(seqs, draft, place, levels, on, None if settings.raw else pick)  # type: ignore[attr-defined]
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
-        made = tree.run(draft, place, tokens, source, [math.exp(x) for x in logp[: len(tokens)]])
+        made = tree.run(draft, place, tokens, source, scores[: len(tokens)])
         nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(len(tokens) - 1)] if draft.token else []
         names = dict(enumerate(nodes, first)) if nodes and nodes[0] != first else {}  # others had guessed the same
         names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes

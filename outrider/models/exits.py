@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Places, Scores, Sequence
-from outrider.models.hf import Decided, HFModel, HFView
+from outrider.models.hf import Guessed, HFModel, HFView, Pick
 from outrider.models.kv import Block
 from outrider.models.layers import decoder_layers, with_layers
 from outrider.models.step import Step
@@ -67,9 +67,11 @@ class EarlyExit(HFView):
         self.forget([self.rows.of(seq).index for seq in seqs])
         super().drop(seqs)
 
-    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None) -> Decided:
+    def chain(
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None, pick: Pick | None = None
+    ) -> Guessed:
         self.forget([self.rows.of(seqs[~place]).index] if place < 0 else [])
-        return super().chain(seqs, draft, place, levels, on)
+        return super().chain(seqs, draft, place, levels, on, pick)
 
     def _serve(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = super()._serve(block, last)

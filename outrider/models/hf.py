@@ -28,7 +28,8 @@ from outrider.models.step import Step
 
 LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
-Decided = tuple[list[int], list[float]]  # tokens, and their log-probabilities
+Guessed = tuple[list[int], list[float]]  # tokens, and how likely they are
+Pick = Callable[[Tensor, int, int], tuple[int, float]]  # of some logits, at one of their places, the n-th of a chain: a token, and how likely it is
 SHARED = "chunk store rows device dtype far numbers reads tables pinned".split()  # of a model and its views
 STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
@@ -117,37 +118,47 @@ class HFModel:
         logits, found = outs[0] if len(outs) == 1 else [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
         return Scores(logits, at=layout.at, found=found)
 
-    def chain(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None) -> Decided:
-        """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, and their log-probabilities. The guesses are this step's
+    def chain(
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None, pick: Pick | None = None
+    ) -> Guessed:
+        """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, and their probabilities. The guesses are this step's
         scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last is not scored. Where the host sees each of
-        them, `on(probability)` says whether another is wanted, and an end token is the last."""
+        them, `pick` takes another than the likeliest, `on(probability)` says whether one more is wanted, and an end token is the last."""
         self._catch_up(seqs, [place])
         seq, layout = seqs[tree.row_at(draft, place)], self.rows.layout(seqs, draft, [place])
         if near(self.spec.device):
-            return self._seen(seq, layout, len(draft), place, levels, on)
+            return self._seen(seq, layout, len(draft), place, levels, on, pick)
+        assert pick is None, "what only the device knows cannot be picked by the host"
         return self._unseen(seq, layout, len(draft), place, levels)
 
-    def _seen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, on: Callable[[float], bool] | None) -> Decided:
+    def _seen(
+        self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, on: Callable[[float], bool] | None, pick: Pick | None
+    ) -> Guessed:
         """The host reads each token, asks, and lays out the next forward: nothing else."""
         (block,), at = layout.blocks, layout.at
         tokens, chances = list[int](), list[float]()
         while True:
             logits, told = self._serve(block)
-            (token,), (chance,) = decided(Scores(logits, at=at, found=told))
+            if pick is None:
+                (token,), (logp,) = decided(Scores(logits, at=at, found=told))
+                chance = math.exp(logp)
+            else:
+                token, chance = pick(logits, at[0] if at else 0, len(tokens))
             tokens.append(token)
             chances.append(chance)
-            if len(tokens) == levels or token in seq.request.ends or not (on is None or on(math.exp(chance))):
+            if len(tokens) == levels or token in seq.request.ends or not (on is None or on(chance)):
                 return tokens, chances
             block, at, node, place = self.rows.onward(seq, node, place, token), None, node + 1, node
 
-    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int) -> Decided:
+    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int) -> Guessed:
         """Tokens go from forward to forward on the device; the host waits once, at the end."""
         (block,), found = layout.blocks, list[Tensor]()
         while True:
             logits, told = self._serve(block, found[-1][0] if found else None)
             found.append(told[0, -1].clone())  # what a graph found lives until its next step
             if len(found) == levels:
-                return decided(Scores(logits[:, -1:], found=torch.stack(found)[None]))
+                tokens, logp = decided(Scores(logits[:, -1:], found=torch.stack(found)[None]))
+                return tokens, [math.exp(x) for x in logp]
             block, node, place = self.rows.onward(seq, node, place, 0), node + 1, node
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
