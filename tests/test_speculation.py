@@ -46,6 +46,16 @@ def spans(found) -> list[int]:
     return found.stats["per_step_drafted"]
 
 
+@pytest.mark.parametrize("asked", [{}, {"speculation": "auto"}, {"speculation": {"most": None, "least": 0}}], ids=str)
+def test_code_takes_for_granted_that_nothing_is_asked_where_it_is_not(folders, asked):
+    """In machine code, too, where `==` of two dataclasses is `is`."""
+    runtime = pair(folders, depth=3)
+    runtime.generate(TEXTS[0], max_tokens=20, **asked)
+    assert {facts.free for *_, facts in runtime.engine.jit.known} == {True}
+    runtime.generate(TEXTS[0], max_tokens=20, speculation={"most": 2})
+    assert {facts.free for *_, facts in runtime.engine.jit.known} == {True, False}
+
+
 # --- names and checks
 
 

@@ -67,6 +67,11 @@ class Limits:
     least: int = 0
     floor: float = 0.0
 
+    @property
+    def nothing(self) -> bool:
+        """Is nothing asked? (Machine code takes `==` of two dataclasses for `is`.)"""
+        return self.most is None and self.least == 0 and self.floor == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

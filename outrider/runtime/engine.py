@@ -18,12 +18,11 @@ from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, top_logprobs
 from outrider.core.sockets import Controller, Drafter, Model
-from outrider.core.types import TARGET, Draft, Limits, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
+from outrider.core.types import TARGET, Draft, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
 from outrider.runtime.ending import cut
 from outrider.runtime.native import host
 
-NO_LIMITS = Limits()
 RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
 SILENCE = RowNoise((), (), ())  # greedy rows ask for no noise
 
@@ -138,7 +137,7 @@ class Engine:
             made = self.settings = self.read(list(seqs))
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
             self.rule = drawn[0] if drawn else "greedy"
-            free = all(s.request.drafters is None and s.request.limits == NO_LIMITS for s in seqs)
+            free = all(s.request.drafters is None and s.request.limits.nothing for s in seqs)
             self.facts = _facts(one=len(seqs) == 1, free=free, raw=made.raw)
             self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
             self.off = bool(self.drafters) and not self.heard
