@@ -21,24 +21,8 @@ from outrider.verify.exact import walk
 Step = Callable[[Parts, Now], Done]
 NAMES: dict[str, Any] = {
     "Done": Done, "Forest": forest.Forest, "tree": tree, "decided": decided, "walk": walk, "accept": step.accept,
-    "agreed": forest.agreed,
+    "agreed": forest.agreed, "down": forest.down, "weighed": forest.weighed,
 }  # fmt: skip
-
-LEVELS = """\
-    # {text}
-    frontier, level, first = {starts}, 0, len(full)
-    while level < {depth} and frontier:
-{ask}        frontier = {fitting}
-        if not frontier:
-            break
-        full = {part}.extend(seqs, full, frontier, {width}, {bit}, settings, noise, levels={ahead}{on})
-        deepest = [depth for n, depth in enumerate(full.depth) if depth > level and full.source[n] & {bit}]
-        level = max(deepest, default=level + 1)
-        frontier = [n for n, depth in enumerate(full.depth) if depth == level and full.source[n] & {bit}]
-    if level:
-        levels["{name}"] = level
-        clock.mark("draft {name}")
-"""
 
 
 def source(program: ProgramOp, facts: Facts, bits: dict[str, int]) -> str:
@@ -63,6 +47,7 @@ class _Writer:
         rule = rule_of(program.body.block.last_op)  # type: ignore[arg-type]
         assert rule is not None
         self.rule, self.budget, self.lines = rule, budget_of(program), list[str]()
+        self.leanly = self.lean(list(program.body.block.ops))
         self.names: dict[SSAValue, str] = {}
         self.made: dict[SSAValue, frozenset[Operation]] = {}  # the proposals whose nodes a value holds
         self.all: frozenset[Operation] = frozenset()
@@ -72,9 +57,9 @@ class _Writer:
         self.say("def step(parts, now):")
         self.say(f"    # {', '.join(k for k, v in self.facts._asdict().items() if v) or 'any batch'}")
         self.say("    seqs, settings, noise, clock, reason = now.seqs, now.settings, now.noise, now.clock, now.reason")
-        if any(isinstance(op, ProposeOp) for op in ops):
+        if any(isinstance(op, ProposeOp) for op in ops) and not self.leanly:
             self.say(f"    forest = Forest(parts, now, {self.budget}, free={self.rule in FREE})")
-            self.say("    room, full, levels = forest.room, forest.full, forest.levels")
+            self.say("    full, levels = forest.full, forest.levels")
         else:
             self.say(f"    full, levels = tree.empty({self.rows}), {{}}")
         for op in ops:
@@ -117,63 +102,45 @@ class _Writer:
         """Does a value hold all that is drafted by now?"""
         return self.made[value] == self.all
 
+    def lean(self, ops: list[Operation]) -> bool:
+        """Is it what nearly all steps do: one row, which asks for nothing, whose drafters each begin at its root, once, as far as its plan lets them? No forest is
+        kept then beside the draft."""
+        made = [op for op in ops if isinstance(op, ProposeOp)]
+        names = [op.name_of for op in made]
+        return (
+            self.facts.one and self.facts.free and self.rule in FREE and not self.budget and len(set(names)) == len(names)
+            and all(op.how.data == ON and not {"blind", "bounded", "order", "shape"}.intersection(op.properties) for op in made)
+            and not any(isinstance(op, AgreeOp) or (isinstance(op, PruneOp) and (value_of(op.budget) or op.chain or op.unless_sampled)) for op in ops)
+        )  # fmt: skip
+
     def propose(self, op: ProposeOp) -> None:
         self.all |= {op}
         seen = ", ".join(f"*{self.names[v]}" for v in op.operands if isinstance(v.type, DraftType))
-        again = any(isinstance(o, ProposeOp) and o.name_of == op.name_of for o in self.all if o is not op)
-        plain = op.how.data == ON and "blind" not in op.properties and (op.order is None or op.order.data == "level") and op.shape is None
-        if plain and self.facts.free and not again:
-            self.levels(op)
-            self.name(op, f"[*sorted({{{seen}}}), *range(first, len(full))]" if seen else "list(range(first, len(full)))", own=op)
+        how, name, depth, width = op.how.data, op.name_of, value_of(op.depth), value_of(op.width)
+        self.say(f"    # {_words(op)}")
+        if self.leanly:
+            if seen:
+                self.say("    first = len(full)")
+            self.say(f'    full = down(parts, now, full, levels, "{name}", {depth}, {width}, {not self.facts.told})')
+            self.name(op, f"[*sorted({{{seen}}}), *range(first, len(full))]" if seen else "list(range(len(full)))", own=op)
             return
-        how, name = op.how.data, op.name_of
         at = "[]" if how == ON else self.names[op.at]
         starts = f'forest.starts("{how}", {at}, "{name}", own={isinstance(op.at.owner, AgreeOp)})'
-        size = "" if how == OVER else f", {value_of(op.depth)}, {value_of(op.width)}"
-        if op.shape is not None:
-            size = f", {parents_of(op.shape.data)}"
-        verb = (
-            "shaped"
-            if op.shape is not None
-            else "over"
-            if how == OVER
-            else "best_first"
-            if op.order is not None and op.order.data == "best-first"
-            else "grow"
-        )
-        self.say(f"    # {_words(op)}")
+        first_best = op.order is not None and op.order.data == "best-first"
+        verb = "shaped" if op.shape is not None else "over" if how == OVER else "best_first" if first_best else "grow"
+        size = f", {parents_of(op.shape.data)}" if op.shape is not None else "" if how == OVER else f", {depth}, {width}"
         self.say(f'    grown = forest.{verb}("{name}", {starts}, {f"sorted({{{seen}}})" if seen else "[]"}{size})')
         self.say("    full = forest.full")
         self.name(op, "grown", own=op)
-
-    def levels(self, op: ProposeOp) -> None:
-        """Level by level from the roots: what nearly all steps do."""
-        name, one, bounded = op.name_of, self.facts.one, "bounded" in op.properties or self.rule not in FREE
-        depth, width = value_of(op.depth), value_of(op.width)
-        ask = "" if self.facts.told else f'        frontier = parts.controller.more(seqs, "{name}", full, frontier)\n'
-        if bounded:
-            fits, ahead = "forest.fitting(frontier, across)", f"1 if across > 1 else forest.ahead(frontier, {depth} - level)"
-            self.say(f"    across = min({width}, max(forest.caps))")
-        elif one:
-            fits, ahead = "frontier if room[0] > level else ()", f"min({depth}, room[0]) - level"
-        else:
-            fits = "[p for p in frontier if room[~p if p < 0 else full.row[p]] > level]"
-            ahead = f"min([{depth}, *[room[~p if p < 0 else full.row[p]] for p in frontier]]) - level"
-        part = f'parts.drafters["{name}"]'
-        for line in LEVELS.format(
-            text=_words(op), starts="[-1]" if one else "tree.roots(len(seqs))", depth=depth, ask=ask, fitting=fits, part=part,
-            width=width if not bounded else "across", bit=self.bits[name], ahead=ahead if width == 1 or bounded else 1, name=name,
-            on="" if self.facts.told else ", on=parts.controller.on",
-        ).splitlines():  # fmt: skip
-            self.say(line)
-            if bounded and "full = parts" in line:
-                self.say("        forest.full = full")
-        self.say("    forest.full = full")
 
     def prune(self, op: PruneOp) -> None:
         idle = self.facts.told and self.facts.free and not self.budget and op.chain is None
         if idle or not any(isinstance(o, ProposeOp) for o in self.program.body.block.ops):
             self.names[op.out], self.made[op.out] = self.names[op.at], self.made[op.at]
+            return
+        if self.leanly:
+            self.name(op, f"weighed(parts, now, full, {self.names[op.at]})", part=True)
+            self.say("    reason = now.reason")
             return
         flags = f"chain={op.chain is not None}, unless_sampled={op.unless_sampled is not None}"
         self.name(op, f"forest.prune({self.names[op.at]}, {value_of(op.budget) or 0}, {flags})", part=True)

@@ -99,6 +99,35 @@ def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Place
     return sorted(out, key=lambda p: tree.depth_at(draft, p))
 
 
+def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str, depth: int, width: int, ask: bool) -> Draft:
+    """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before every level;
+    `levels` takes how deep it went."""
+    seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], rooms(now.seqs)[0]
+    frontier, level = [-1], 0
+    while level < depth and frontier:
+        frontier = parts.controller.more(seqs, name, full, frontier) if ask else frontier
+        if not frontier or room <= level:
+            break
+        ahead = min(depth, room) - level if width == 1 else 1
+        if ask:
+            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
+        else:
+            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
+        level = max([d for d, source in zip(full.depth, full.source, strict=True) if d > level and source & bit], default=level + 1)
+        frontier = [n for n, d in enumerate(full.depth) if d == level and full.source[n] & bit]
+    if level:
+        levels[name] = level
+        now.clock.mark(f"draft {name}")
+    return full
+
+
+def weighed(parts: Parts, now: Now, full: Draft, nodes: list[int]) -> list[int]:
+    """Of one row's nodes those to verify, as `Forest.prune` has them where nothing else bounds them; the reason becomes the controller's."""
+    chosen, now.reason = parts.controller.fill(now.seqs, full, now.reason)
+    keep = nodes if chosen is None or not nodes else chosen if len(nodes) == len(full) else sorted(set(nodes).intersection(chosen))
+    return keep if len(keep) <= MAX_NODES else [keep[n] for n in tree.heaviest(tree.select(full, keep), [MAX_NODES])]
+
+
 class Forest:
     """What is drafted in one step, and how far it may grow. `free`: the text does not hang on it."""
 
