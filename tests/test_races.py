@@ -5,17 +5,18 @@ import shutil
 import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from outrider.core import noise as noise_module
+from outrider.core import sampling as sampling_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.noise import NEAR, POSITION, RowNoise
-from outrider.core.sampling import Settings, kept, line, on_host, raced
+from outrider.core.sampling import Settings, decided, kept, line, on_host, raced
 from outrider.core.types import POINT, Draft, Request, SamplingParams, Scores, Sequence
 from outrider.drafters.model import ModelDrafter
 from outrider.runtime.native import HERE, RACES
@@ -123,6 +124,45 @@ def test_what_is_no_number_is_an_error(races, dtype, bad):
     with pytest.raises(OutriderError, match="NaN"):
         raced(logits, 1, -1, Draft(rows=1), settings, noise)
     assert len(races) == 2
+
+
+@pytest.mark.parametrize("at", [None, [0], [6], [3, 1, 5]], ids=str)
+@pytest.mark.parametrize("lines", [1, 7])
+def test_what_a_step_found_is_read_as_python_reads_it(made, monkeypatch, lines, at):
+    """Tokens beyond float32's whole numbers, and log-probabilities to the bit; of places that are none, not a thing is read."""
+    if at and max(at) >= lines:
+        with pytest.raises(IndexError):
+            made.decided(torch.zeros(3 * lines, dtype=torch.float64).data_ptr(), lines, at)
+        return
+    generator = torch.Generator().manual_seed(lines)
+    found = torch.randn(1, lines, 3, generator=generator, dtype=torch.float64)
+    found[..., 0] = torch.randint(1 << 40, (1, lines), generator=generator)
+    scores = Scores(torch.zeros(1, lines, 5), at=at, found=found)
+    wanted = decided(scores)
+    asked = []
+    monkeypatch.setattr(sampling_module, "races", SimpleNamespace(decided=lambda *given: asked.append(given) or made.decided(*given)))
+    assert decided(scores) == wanted and len(asked) == 1 and all(type(token) is int for token in decided(scores)[0])
+    found[0, at[-1] if at else -1, 1] = torch.nan
+    for races in (None, made):
+        monkeypatch.setattr(sampling_module, "races", races)
+        with pytest.raises(OutriderError, match="NaN"):
+            decided(scores)
+
+
+def test_what_does_not_lie_as_it_is_read_is_pythons(made, monkeypatch):
+    """A part of what a wider step found, and what another device found."""
+    found = torch.randn(2, 4, 3, dtype=torch.float64)[:, 1:3]
+    wanted = decided(Scores(torch.zeros(2, 2, 5), found=found))
+    monkeypatch.setattr(sampling_module, "races", SimpleNamespace(decided=lambda *given: pytest.fail("read")))
+    assert decided(Scores(torch.zeros(2, 2, 5), found=found)) == wanted
+    monkeypatch.setattr(sampling_module, "HOST", ())
+    assert decided(Scores(torch.zeros(2, 2, 5), found=found.contiguous())) == wanted
+
+
+@pytest.mark.parametrize("asked", [(), (1, 2), (0, 1, (0,)), (0, 1, None, 4)], ids=str)
+def test_what_cannot_be_read_is_an_error(made, asked):
+    with pytest.raises(TypeError):
+        made.decided(*asked)
 
 
 def test_drafter_and_verdict_race_alike(races, monkeypatch):

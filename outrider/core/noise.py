@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.core.types import Ints
 
 try:
-    from outrider.core import races  # races.c, where `runtime.native` has built it
+    from outrider.core import races as races  # noqa: PLC0414: races.c, where `runtime.native` has built it, for `sampling`, too
 except ImportError:
     races = None  # type: ignore[assignment]
 

@@ -1,4 +1,5 @@
-/* Who wins the race over the logits of one place: what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
+/* A step's results, read where they lie: the tokens that it found itself (`decided`), and who wins the race over the logits of one place (`won`): what
+`sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
 
 The same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
 finaliser; the noise is -log(-log(1 - w)). Exact numbers only for ids whose bound comes near the first. Settings that look at a text or leave ids
@@ -158,6 +159,53 @@ static PyObject *won(PyObject *self, PyObject *const *given, Py_ssize_t count)
     return Py_BuildValue("ld", out.token, out.share);
 }
 
-static PyMethodDef methods[] = {{"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+/* decided(address, places, at): see races.pyi */
+static PyObject *decided(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    const double *found = count == 3 ? PyLong_AsVoidPtr(given[0]) : NULL;
+    long places = count == 3 ? PyLong_AsLong(given[1]) : 0;
+    PyObject *tokens, *chances, *out = NULL;
+    int all = count == 3 && given[2] == Py_None;
+    if (PyErr_Occurred())
+        return NULL;
+    if (count != 3 || !(all || PyList_Check(given[2]))) {
+        PyErr_SetString(PyExc_TypeError, "decided takes an address, a number of places, and a list or None");
+        return NULL;
+    }
+    count = all ? places : PyList_GET_SIZE(given[2]);
+    tokens = PyList_New(count);
+    chances = PyList_New(count);
+    for (Py_ssize_t i = 0; tokens && chances && i < count; ++i) {
+        long at = all ? (long)i : PyLong_AsLong(PyList_GET_ITEM(given[2], i));
+        PyObject *token, *chance;
+        if (at < 0 || at >= places) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_IndexError, "no such place");
+            goto done;
+        }
+        if (isnan(found[3 * at + 1])) {
+            out = Py_NewRef(Py_None);
+            goto done;
+        }
+        token = PyLong_FromDouble(found[3 * at]);
+        chance = PyFloat_FromDouble(found[3 * at + 1] - found[3 * at + 2]);
+        if (!token || !chance) {
+            Py_XDECREF(token);
+            Py_XDECREF(chance);
+            goto done;
+        }
+        PyList_SET_ITEM(tokens, i, token);
+        PyList_SET_ITEM(chances, i, chance);
+    }
+    if (tokens && chances)
+        out = PyTuple_Pack(2, tokens, chances);
+done:
+    Py_XDECREF(tokens);
+    Py_XDECREF(chances);
+    return out;
+}
+
+static PyMethodDef methods[] = {{"decided", (PyCFunction)(void (*)(void))decided, METH_FASTCALL, NULL},
+                                {"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "races", NULL, -1, methods, NULL, NULL, NULL, NULL};
 PyMODINIT_FUNC PyInit_races(void) { return PyModule_Create(&module); }

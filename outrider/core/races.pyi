@@ -1,5 +1,9 @@
 """Built of races.c."""
 
+def decided(address: int, places: int, at: list[int] | None, /) -> tuple[list[int], list[float]] | None:
+    """The best token of some places, and its log-probability, by what a model's own step says of all `places` (`Scores.found`, float64) at a memory address. `at`: which,
+    None: all. None where a value is no number."""
+
 def won(address: int, size: int, vocab: int, warmth: float, near: float, /, *words: int) -> tuple[int, float]:
     """Who wins the race over the logits [vocab] at a memory address, each of `size` bytes (2: bfloat16, 4: float32, 8: float64), by the noise of the address that
     `words` make, and its share among those within `near` of it. (-1, 0.0) where the largest is no finite number."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import RowNoise
+from outrider.core.noise import RowNoise, races
 from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
 
 HOST = ("cpu",)  # devices whose logits lie in this memory
@@ -40,6 +40,11 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
         token = argmax(scores.logits)
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
+    if races is not None and within(scores.found) and scores.found.is_contiguous():
+        read = races.decided(scores.found.data_ptr(), scores.found.numel() // 3, scores.at)
+        if read is None:
+            raise _not_a_number()
+        return read
     lines = scores.found.tolist()
     if len(lines) == len(lines[0]) == 1 and not isnan(lines[0][0][1]):  # one place
         ((token, value, mass),) = lines[0]
@@ -190,9 +195,14 @@ def near(device: str) -> bool:
     return device.partition(":")[0] in HOST
 
 
+def within(tensor: Tensor) -> bool:
+    """The same of what lies there: is it in the host's memory?"""
+    return tensor.is_cpu and "cpu" in HOST
+
+
 def hosted(logits: Tensor) -> bool:
     """Are these [..., V] looked at on the host, a place at a time?"""
-    return near(logits.device.type) or logits.shape[:-1].numel() <= FEW
+    return within(logits) or logits.shape[:-1].numel() <= FEW
 
 
 def on_host(logits: Tensor) -> NDArray[Any]:

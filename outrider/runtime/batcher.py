@@ -1,7 +1,7 @@
 """Who is running and who waits. First come, first served; a request joins as soon as a row is free."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from outrider.core.types import Request, Sequence
 
@@ -33,21 +33,16 @@ class Batcher:
                 raise
             self.running.append(seq)
 
-    def groups(self) -> Iterator[list[Sequence]]:
+    def groups(self) -> list[list[Sequence]]:
         """Running sequences that may share a step: greedy ones share with anyone, others with their own rule; `alone`,
         none with any other."""
         if self.alone or len(self.running) == 1:
-            yield from ([s] for s in list(self.running))
-            return
+            return [[s] for s in self.running]
         rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0)) or ["greedy"]
-        first = rules[0]
-        for rule in rules:
-            group = [
-                s for s in self.running
-                if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == first)
-            ]  # fmt: skip
-            if group:
-                yield group
+        groups = [
+            [s for s in self.running if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == rules[0])] for rule in rules
+        ]  # fmt: skip
+        return [group for group in groups if group]
 
     def drop(self, seq: Sequence) -> bool:
         """Take a sequence out; True if it was running."""

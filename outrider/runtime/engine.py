@@ -39,6 +39,7 @@ class Engine:
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
         self.rule, self.facts = "greedy", _facts(one=True, free=True, raw=True)
+        self.requests, self.tiers = tuple[str, ...](), dict[str, str]()  # what records say of all steps of a batch
         self.heard: list[Drafter] = []  # drafters that may guess for one of the batch
         self.off = False  # there are drafters, and the whole batch wants none: nothing is decided, learned or kept
         self.ring: deque[StepRecord] = deque(maxlen=RING)
@@ -51,6 +52,7 @@ class Engine:
         self.drafters, self.bits = drafters, {name: 1 << i for i, name in enumerate(drafters)}
         self.models: list[Any] = [m for m in (self.target, *(getattr(part, "model", None) for part in drafters.values())) if hasattr(m, "drop")]
         self.marked = cache(lambda source: [name for name, bit in self.bits.items() if source & bit])
+        self.origin: dict[int, str] = {}  # what a text's tokens are told to come from, by the marks of their node
         draws = {name: getattr(part, "draws", True) for name, part in drafters.items()}
         self.jit = Jit([[name] for name in drafters] if stages is None else stages, draws, self.bits, chain=self.strict, **jit)
 
@@ -136,7 +138,7 @@ class Engine:
         if self.settings is None or self.settings.seqs != seqs:
             made = self.settings = self.read(list(seqs))
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
-            self.rule = drawn[0] if drawn else "greedy"
+            self.rule, self.requests = drawn[0] if drawn else "greedy", tuple([s.request.id for s in seqs])
             free = all(s.request.drafters is None and s.request.limits.nothing for s in seqs)
             self.facts = _facts(one=len(seqs) == 1, free=free, raw=made.raw)
             self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
@@ -146,12 +148,17 @@ class Engine:
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
         """Add what was decided to the texts, each token with its origin. Returns the new tokens of each row."""
         emitted = []
-        for r, (seq, path, bonus) in enumerate(zip(seqs, outcome.paths, outcome.bonus, strict=True)):
-            new = draft.text(path) + ([] if bonus is None else [bonus])
+        for r, seq in enumerate(seqs):
+            path, bonus = outcome.paths[r], outcome.bonus[r]
+            new = draft.text(path)
+            if path:
+                seq.origins += [self._names(draft.source[n]) for n in path]
+            if bonus is not None:
+                new.append(bonus)
+                seq.origins.append(TARGET)
             if (count := seq.request.sampling.logprobs) is not None:
                 decided_at, logits = [~r, *path][: len(new)], scores.logits
                 seq.logprobs += [top_logprobs(logits[tree.index_of(p, draft.rows)], t, count) for p, t in zip(decided_at, new, strict=True)]
-            seq.origins += [self._names(draft.source[n]) for n in path] + ([] if bonus is None else [TARGET])
             seq.tokens += new
             seq.steps += 1
             emitted.append(new)
@@ -164,36 +171,45 @@ class Engine:
             drafter.observe(seqs, draft, outcome)
 
     def _names(self, source: int) -> str:
-        return "+".join(self.marked(source))
+        if source not in self.origin:
+            self.origin[source] = "+".join(self.marked(source))
+        return self.origin[source]
 
     def _record(self, seqs: list[Sequence], plan: Plan, done: Done, outcome: Outcome, emitted: list[list[int]], clock: Clock, tier: str) -> None:
         full, draft, none = done.full, done.draft, (0,) * len(seqs)
         right = [(name, draft.depth[n]) for path in outcome.paths for n in path for name in self.marked(draft.source[n])]
         record = StepRecord(
             plan=plan,
-            requests=tuple([s.request.id for s in seqs]),
+            requests=self.requests,
             context=tuple([len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)]),
             drafted=tuple([draft.row.count(r) for r in range(len(seqs))]) if draft.token else none,
-            accepted=tuple(map(len, outcome.paths)),
-            emitted=tuple(map(len, emitted)),
+            accepted=tuple([len(path) for path in outcome.paths]),
+            emitted=tuple([len(new) for new in emitted]),
             discarded=tuple(outcome.discarded),
             accepted_by={each: right.count(each) for each in right} if right else {},
             seconds=clock.seconds,
             reading=Reading(clock.last - clock.start, None, "none", "wall clock of the step"),
             reason=done.reason,
             forward={name: meter.take() for name, meter in self.meters.items()},
-            tiers={"host": host.tier, "step": tier, **{name: meter.tier for name, meter in self.meters.items()}},
+            tiers=self._tiers(tier),
             trimmed=none if draft is full else tuple([full.row.count(r) - draft.row.count(r) for r in range(len(seqs))]),
             levels=done.levels,
             draft=full if full.q is None else replace(full, q=None),
             kept=tuple(done.kept),
-            tokens=tuple(map(tuple, emitted)),
+            tokens=tuple([tuple(new) for new in emitted]),
         )
         self.ring.append(record)
         for seq in seqs:
             seq.records.append(record)
         if not self.off:
             self.controller.learn(seqs, record)
+
+    def _tiers(self, step: str) -> dict[str, str]:
+        """What serves now; the same object for as long as it is the same."""
+        known = self.tiers
+        if known.get("step") != step or known["host"] != host.tier or any(known.get(name) != meter.tier for name, meter in self.meters.items()):
+            self.tiers = {"host": host.tier, "step": step, **{name: meter.tier for name, meter in self.meters.items()}}
+        return self.tiers
 
 
 def _facts(*, one: bool, free: bool, raw: bool) -> tuple[Facts, Facts]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import BONUS, RowNoise
-from outrider.core.sampling import Settings, line, raced, seen, weights
+from outrider.core.sampling import Settings, line, raced, seen, weights, within
 from outrider.core.types import DISTINCT, POINT, Draft, Outcome, Scores
 
 KNOWN = ("greedy", "coupled", "exact")
@@ -30,7 +30,8 @@ class Walk:
     rule: str
 
     def outcome(self) -> Outcome:
-        logits, table, rows = self.scores.computed.cpu(), tree.children(self.draft), self.draft.rows
+        logits = self.scores.computed if within(self.scores.computed) else self.scores.computed.cpu()
+        table, rows = tree.children(self.draft), self.draft.rows
         paths, bonus = list[list[int]](), list[int | None]()
         for row in range(rows):
             path = list[int]()
