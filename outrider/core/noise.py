@@ -20,9 +20,9 @@ from torch import Tensor
 from outrider.core.types import Ints
 
 try:
-    from outrider.core import races as races  # noqa: PLC0414: races.c, where `runtime.native` has built it, for `sampling`, too
+    from outrider.core import races as races  # noqa: PLC0414
 except ImportError:
-    races = None  # type: ignore[assignment]
+    races = None  # type: ignore[assignment]  # races.c, where `runtime.native` has built it
 
 DRAFT, ACCEPT, BONUS, POSITION = 1, 2, 3, 4  # purposes
 
