@@ -211,4 +211,4 @@ def test_nobody_sleeps_for_a_dear_drafter_longer_than_for_the_cheapest() -> None
     controller.rows["w0"] = Row(rest={"lookup": 5})
     assert controller.choose(seqs)[1] == "off:guard"
     room = controller._room(seqs, controller.page)
-    assert slept == [pytest.approx(controller._cheapest(controller.page) - room)] and controller.page.drafting["model"][1] > 1
+    assert slept == [pytest.approx(controller.page.cheapest - room)] and controller.page.drafting["model"][1] > 1

@@ -10,15 +10,22 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import zoo
+from contracts import request, run
 
+from outrider.control.fixed import fixed
 from outrider.core import noise as noise_module
 from outrider.core import sampling as sampling_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.noise import NEAR, POSITION, RowNoise
 from outrider.core.sampling import Settings, decided, kept, line, on_host, raced
-from outrider.core.types import POINT, Draft, Request, SamplingParams, Scores, Sequence
+from outrider.core.types import POINT, Draft, Plan, Request, SamplingParams, Scores, Sequence
+from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
+from outrider.models import hf as hf_module
+from outrider.models.load import wrap
+from outrider.runtime.engine import Engine
 from outrider.runtime.native import HERE, RACES
 from outrider.runtime.native_builder import MAKE
 from outrider.verify.host import Walk
@@ -137,7 +144,7 @@ def test_what_a_step_found_is_read_as_python_reads_it(made, monkeypatch, lines, 
     generator = torch.Generator().manual_seed(lines)
     found = torch.randn(1, lines, 3, generator=generator, dtype=torch.float64)
     found[..., 0] = torch.randint(1 << 40, (1, lines), generator=generator)
-    scores = Scores(torch.zeros(1, lines, 5), at=at, found=found)
+    scores = Scores(torch.zeros(1, lines, 5), at=at, found=found, lies=lines)
     wanted = decided(scores)
     asked = []
     monkeypatch.setattr(sampling_module, "races", SimpleNamespace(decided=lambda *given: asked.append(given) or made.decided(*given)))
@@ -149,14 +156,20 @@ def test_what_a_step_found_is_read_as_python_reads_it(made, monkeypatch, lines, 
             decided(scores)
 
 
-def test_what_does_not_lie_as_it_is_read_is_pythons(made, monkeypatch):
-    """A part of what a wider step found, and what another device found."""
-    found = torch.randn(2, 4, 3, dtype=torch.float64)[:, 1:3]
-    wanted = decided(Scores(torch.zeros(2, 2, 5), found=found))
-    monkeypatch.setattr(sampling_module, "races", SimpleNamespace(decided=lambda *given: pytest.fail("read")))
-    assert decided(Scores(torch.zeros(2, 2, 5), found=found)) == wanted
-    monkeypatch.setattr(sampling_module, "HOST", ())
-    assert decided(Scores(torch.zeros(2, 2, 5), found=found.contiguous())) == wanted
+@pytest.mark.parametrize(("prompts", "far", "lies"), [(1, False, True), (2, False, False), (1, True, False)], ids=["one", "many", "far"])
+def test_only_what_lies_in_one_piece_is_read_where_it_lies(monkeypatch, prompts, far, lies):
+    """Rows of different lengths are padded, or forwards of their own; what another device found is brought over. What is read is what Python reads."""
+    seen = []
+    monkeypatch.setattr(sampling_module, "HOST", () if far else ("cpu",))
+    monkeypatch.setattr(hf_module, "Scores", lambda *given, **named: seen.append(Scores(*given, **named)) or seen[-1])
+    target = wrap(zoo.module("llama"), "target", "zoo", rows=2, context=100)
+    engine = Engine(target, {"lookup": Lookup(floor=0.0)}, fixed(Plan((("lookup", 3, 1),))), 2)
+    run(engine, [request([3, 1, 4, 1, 5, 9, 2, 6] * 3 + [3] * n, f"r{n}", max_tokens=12) for n in range(prompts)])
+    for scores in seen:
+        assert (scores.lies > 0) >= lies and (scores.lies == 0 or (not far and scores.found.is_contiguous()))
+        assert scores.lies in (0, scores.found.numel() // 3) and (scores.at is None or max(scores.at) < scores.found.numel() // 3)
+        assert scores.found.dtype == torch.float64
+    assert len(seen) > 3 and (prompts == 1 or any(scores.lies == 0 for scores in seen))
 
 
 @pytest.mark.parametrize("asked", [(), (1, 2), (0, 1, (0,)), (0, 1, None, 4)], ids=str)

@@ -38,7 +38,7 @@ def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkey
     for _ in range(DEEPEST):
         verify.append(max(verify[-1] + rng.choice([0.0, 0.02, 0.1, 0.7, -0.05]), 0.5))
     tables = Tables(BITS, Costs({}), "static")
-    page = Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST)
+    page = Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST, 1.0)
     made = lambda: Step(tables, page, [Row(history=5)], 1, 9.0, 1.0, spent=0.3 * (seed % 3))  # noqa: E731
     short = made().best(draft)
     monkeypatch.setattr(tree, "straight", lambda draft: False)
@@ -60,7 +60,7 @@ def test_what_was_weighed_serves_again_only_where_nothing_differs() -> None:
     rng, tables = random.Random(3), Tables(BITS, Costs({}), "static")
     tables.predictor = Told()
     verify = [1 + 0.11 * n for n in range(DEEPEST + 1)]
-    fresh = lambda: Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST)  # noqa: E731
+    fresh = lambda: Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST, 1.0)  # noqa: E731
     page, drafts = fresh(), [chain(rng, 9) for _ in range(4)]
     drafts += [replace(d, source=[3 - s if s < 3 else 3 for s in d.source]) for d in drafts] + [replace(d, score=d.score[::-1]) for d in drafts]
     found = []

@@ -57,9 +57,13 @@ class Jit:
     source: Callable[[str], Any] | None = None
     known: dict[tuple[str, tuple[Asked, ...], int, Facts], Entry] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
+    last: tuple[str, Plan, Facts, Entry] | None = None  # what was asked for the last time
 
     def get(self, rule: str, plan: Plan, facts: Facts, uses: int = 1) -> Entry:
         """The step of a plan under a rule and facts, for `uses` more uses."""
+        if (last := self.last) is not None and last[1] is plan and last[2] is facts and last[0] == rule and last[3].tier == GENERATED:
+            last[3].uses += uses
+            return last[3]
         name = rule, plan.drafters, plan.budget, facts  # a tuple of tuples: a plan's own hash is written in Python
         entry = self.known.get(name)
         if entry is None:
@@ -72,6 +76,7 @@ class Jit:
         if entry.tier == INTERPRETED and self.hot is not None and entry.uses > self.hot:
             lowered = Pipeline([Lower()], each=False).run(entry.module)
             entry.run, entry.tier = compiled(programs(lowered)[0], facts, dict(self.bits)), GENERATED
+        self.last = rule, plan, facts, entry
         return entry
 
     def prepare(self, plans: Iterable[Plan], facts: Facts) -> None:

@@ -76,8 +76,8 @@ class Adaptive:
             self._rested()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
         room = self._room(seqs, page) if page and not page.outdated and self.ledger.short(seqs, page.owed) else None
-        if page and room is not None and self._cheapest(page) > room:
-            return OFF, self._earn(self._cheapest(page) - room, page)  # nobody could be paid: what they would say is not looked at
+        if page and room is not None and page.cheapest > room:
+            return OFF, self._earn(page.cheapest - room, page)  # nobody could be paid: what they would say is not looked at
         says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
         names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
         if not names:
@@ -86,8 +86,8 @@ class Adaptive:
         if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
             return OFF, "probe:plain"
         room = self._room(seqs, page) if room is None else room
-        if self._cheapest(page) > room:
-            return OFF, self._earn(self._cheapest(page) - room, page)
+        if page.cheapest > room:
+            return OFF, self._earn(page.cheapest - room, page)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
@@ -96,11 +96,6 @@ class Adaptive:
         key = tuple([(name, DEEPEST if page.prices[name] > DEAR else near) for name in names])  # of who goes a level at a time each level is weighed
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(key))
         return plan, "off:no-guess"
-
-    @staticmethod
-    def _cheapest(page: Page) -> float:
-        """Plain steps that the least of drafts takes."""
-        return page.seconds[1] + min([line[1] for line in page.drafting.values()], default=0.0)
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
@@ -201,7 +196,7 @@ class Adaptive:
         return known[1]
 
     def _page(self, at: Situation) -> Page | None:
-        if self.page is None or self.page.at != at:
+        if self.page is None or (self.page.at is not at and self.page.at != at):
             self._settle()  # what was taken at the old page's prices
             self._digest()
             self.page = self.tables.page(at)

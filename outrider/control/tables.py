@@ -65,6 +65,7 @@ class Page:
     after: dict[str, float]
     steady: float
     deepest: int
+    cheapest: float
     scores: dict[tuple[str, int], float] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -140,6 +141,7 @@ class Tables:
             after,
             self.costs.plainly(at) / curve.line[0],
             _deepest(verify),
+            curve.shape[1] + min([line[1] for line in drafting.values()], default=0.0),
         )
         return page
 

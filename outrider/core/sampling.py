@@ -40,8 +40,8 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
         token = argmax(scores.logits)
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
-    if races is not None and within(scores.found) and scores.found.is_contiguous():
-        read = races.decided(scores.found.data_ptr(), scores.found.numel() // 3, scores.at)
+    if races is not None and scores.lies:
+        read = races.decided(scores.found.data_ptr(), scores.lies, scores.at)
         if read is None:
             raise _not_a_number()
         return read

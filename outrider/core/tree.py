@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import takewhile
-from operator import eq
 from typing import Any
 
 import numpy as np
@@ -221,7 +219,11 @@ def follow(draft: Draft, choice: list[int]) -> tuple[list[list[int]], list[int]]
     if not draft.token:
         return [[] for _ in choice], choice
     if straight(draft):
-        right = sum(takewhile(bool, map(eq, draft.token, choice)))
+        right = 0
+        for token in draft.token:
+            if token != choice[right]:
+                break
+            right += 1
         return [list(range(right))], [choice[right]]
     table, paths, bonus = children(draft), [], []
     for row in range(draft.rows):

@@ -144,13 +144,15 @@ class Draft:
 class Scores:
     """Logits of the asked places. `computed` [..., V] may hold others too: `at` are the asked ones' places in it, None:
     all, in order. `found` [..., 3], as long, is what the model's own step says of each: the best token (largest logit,
-    ties to the lowest id), its logit (NaN if any is), the log of the sum of exponentials. hidden [n, d] or None.
+    ties to the lowest id), its logit (NaN if any is), the log of the sum of exponentials; `lies`: it lies in the host's memory in one piece, and is of so many places
+    (0: that is not known). hidden [n, d] or None.
     """
 
     computed: Tensor
     hidden: Tensor | None = None
     at: list[int] | None = None
     found: Tensor | None = None
+    lies: int = 0
 
     @property
     def logits(self) -> Tensor:

@@ -115,8 +115,11 @@ class HFModel:
             reusing.forget([row.index for s in seqs if (row := self.rows.of(s)).base < 0])  # of a step that was dropped
         layout = self.rows.layout(seqs, draft, places, resume=reusing is not None)
         outs = [self._forward(block) if reusing is None else reusing.finish(block) for block in layout.blocks]
-        logits, found = outs[0] if len(outs) == 1 else [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
-        return Scores(logits, at=layout.at, found=found)
+        if len(outs) > 1:
+            logits, found = [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
+            return Scores(logits, at=layout.at, found=found)
+        logits, found = outs[0]
+        return Scores(logits, at=layout.at, found=found, lies=_lies(layout.blocks[0]) if near(self.spec.device) else 0)
 
     def chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None, pick: Pick | None = None
@@ -140,7 +143,7 @@ class HFModel:
         while True:
             logits, told = self._serve(block)
             if pick is None:
-                (token,), (logp,) = decided(Scores(logits, at=at, found=told))
+                (token,), (logp,) = decided(Scores(logits, at=at, found=told, lies=_lies(block)))
                 chance = math.exp(logp)
             else:
                 token, chance = pick(logits, at[0] if at else 0, len(tokens))
@@ -274,6 +277,12 @@ class HFView(HFModel):
     def close(self, seq: Sequence) -> None: ...
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+
+def _lies(block: Block) -> int:
+    """Places of what a forward found, which lies in one piece: of one row, whatever of its columns was computed together."""
+    rows, width, _ = block.table.shape
+    return width if rows == 1 else 0
 
 
 def _parts(tensor: Any) -> list[Tensor]:
