@@ -70,6 +70,25 @@ def test_generated_code_equals_the_interpreter(first: int, rule: str, control: t
     assert drafted > 50
 
 
+@pytest.mark.parametrize("control", [Told, Picky, scheduler])
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_code_of_usual_steps_equals_the_interpreter(rule: str, control: Any) -> None:
+    """One row, the default program, no budgets: what nearly all steps are keeps no forest, and drafts, leaves out and records the same."""
+    for seed in range(6):
+        found = []
+        for hot in (None, 0):
+            rng = random.Random(seed)
+            plans = lambda rng=rng: Plan(tuple((name, rng.randint(1, 5), 1) for name in NAMES if rng.random() < 0.7))  # noqa: E731
+            texts, records, engine = written(lambda rule: None, plans, rule, rows=1, control=control, tokens=24, hot=hot)
+            found.append((texts, told(records)))
+        code = [entry.run.source for entry in engine.jit.known.values() if entry.plan.drafters]
+        lean = ["down(" in text and "Forest" not in text for text in code]
+        assert found[0] == found[1] and any(lean)
+        assert control is scheduler or all(lean), "three drafters that may each go as deep as there is could fill a row"
+        assert control is Told or any("weighed(" in text for text in code)
+    assert control is not Picky or any(sum(trimmed) for *_, trimmed, _, _, _ in found[0][1])
+
+
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
 @pytest.mark.parametrize("seed", range(40))
 def test_passes_change_no_text(rule: str, seed: int) -> None:
