@@ -49,7 +49,9 @@ def both_ways(model: HFModel, block: Block) -> tuple[tuple, list, tuple, list, l
     package = model.compiled.get(*block.table.shape[:2])
     shape = "one" if block.table.shape[:2] == (1, 1) and model.compiled.singles > model.compiled.steady else "any"
     assert package is model.compiled.packages[shape]
-    return want, one, package(table, read, other), other, [x.clone() for x in rows]
+    found = package(table, read, other)
+    assert found[1].is_contiguous() and found[1].dtype == torch.float64, "it is read where it lies (`Scores.lies`)"
+    return want, one, found, other, [x.clone() for x in rows]
 
 
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])

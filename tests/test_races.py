@@ -24,6 +24,7 @@ from outrider.core.types import POINT, Draft, Plan, Request, SamplingParams, Sco
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models import hf as hf_module
+from outrider.models.exits import EarlyExit
 from outrider.models.load import wrap
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import HERE, RACES
@@ -170,6 +171,22 @@ def test_only_what_lies_in_one_piece_is_read_where_it_lies(monkeypatch, prompts,
         assert scores.lies in (0, scores.found.numel() // 3) and (scores.at is None or max(scores.at) < scores.found.numel() // 3)
         assert scores.found.dtype == torch.float64
     assert len(seen) > 3 and (prompts == 1 or any(scores.lies == 0 for scores in seen))
+
+
+@pytest.mark.parametrize("kind", ["strict", "early exit", "draft model"])
+def test_whoever_computed_it_what_is_read_lies_in_one_piece(monkeypatch, kind):
+    """Parts of a strict step, what goes on from first layers, and the forwards of a chain."""
+    seen = []
+    monkeypatch.setattr(hf_module, "Scores", lambda *given, **named: seen.append(Scores(*given, **named)) or seen[-1])
+    target = wrap(zoo.module("llama"), "target", "zoo", context=100)
+    small = EarlyExit(target, 1) if kind == "early exit" else wrap(zoo.module("llama", noise=0.1), "draft", "zoo", context=100)
+    name = "early-exit:1" if kind == "early exit" else "model"
+    engine = Engine(target, {name: ModelDrafter(small, name)}, fixed(Plan(((name, 3, 1),))), 1, kind == "strict")
+    if kind == "strict":
+        target.pin()
+    run(engine, [request([3, 1, 4, 1, 5, 9, 2, 6] * 3, max_tokens=16)])
+    assert len(seen) > 8 and all(s.lies == s.found.numel() // 3 for s in seen) and {s.lies for s in seen} > {1}
+    assert all(s.found.is_contiguous() and s.found.dtype == torch.float64 for s in seen)
 
 
 @pytest.mark.parametrize("asked", [(), (1, 2), (0, 1, (0,)), (0, 1, None, 4)], ids=str)

@@ -139,8 +139,8 @@ class _Writer:
             self.names[op.out], self.made[op.out] = self.names[op.at], self.made[op.at]
             return
         if self.leanly:
-            self.name(op, f"weighed(parts, now, full, {self.names[op.at]})", part=True)
-            self.say("    reason = now.reason")
+            self.say(f"    chosen, reason = weighed(parts, now, full, {self.names[op.at]})")
+            self.name(op, "chosen", part=True)
             return
         flags = f"chain={op.chain is not None}, unless_sampled={op.unless_sampled is not None}"
         self.name(op, f"forest.prune({self.names[op.at]}, {value_of(op.budget) or 0}, {flags})", part=True)

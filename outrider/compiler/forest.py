@@ -121,11 +121,16 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
     return full
 
 
-def weighed(parts: Parts, now: Now, full: Draft, nodes: list[int]) -> list[int]:
-    """Of one row's nodes those to verify, as `Forest.prune` has them where nothing else bounds them; the reason becomes the controller's."""
-    chosen, now.reason = parts.controller.fill(now.seqs, full, now.reason)
-    keep = nodes if chosen is None or not nodes else chosen if len(nodes) == len(full) else sorted(set(nodes).intersection(chosen))
-    return keep if len(keep) <= MAX_NODES else [keep[n] for n in tree.heaviest(tree.select(full, keep), [MAX_NODES])]
+def weighed(parts: Parts, now: Now, full: Draft, nodes: list[int]) -> tuple[list[int], str]:
+    """Of one row's nodes those to verify, and why: what `Forest.prune` has where nothing else bounds them."""
+    chosen, reason = parts.controller.fill(now.seqs, full, now.reason)
+    keep = among(full, nodes, chosen)
+    return keep if len(keep) <= MAX_NODES else [keep[n] for n in tree.heaviest(tree.select(full, keep), [MAX_NODES])], reason
+
+
+def among(full: Draft, nodes: list[int], chosen: list[int] | None) -> list[int]:
+    """Of `nodes` those that the controller has chosen of all that is drafted; None: all."""
+    return nodes if chosen is None or not nodes else chosen if len(nodes) == len(full) else sorted(set(nodes).intersection(chosen))
 
 
 class Forest:
@@ -233,7 +238,7 @@ class Forest:
         chosen, self.reason = self.parts.controller.fill(seqs, full, self.reason)
         if not nodes or (unless_sampled and any(full.kind[n] != POINT for n in nodes)):
             return nodes
-        keep = nodes if chosen is None else chosen if len(nodes) == len(full) else sorted(set(nodes).intersection(chosen))
+        keep = among(full, nodes, chosen)
         if chain:
             keep = [keep[n] for n in tree.chain(tree.select(full, keep))]
         most = budgets(seqs, budget)

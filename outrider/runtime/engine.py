@@ -52,7 +52,7 @@ class Engine:
         self.drafters, self.bits = drafters, {name: 1 << i for i, name in enumerate(drafters)}
         self.models: list[Any] = [m for m in (self.target, *(getattr(part, "model", None) for part in drafters.values())) if hasattr(m, "drop")]
         self.marked = cache(lambda source: [name for name, bit in self.bits.items() if source & bit])
-        self.origin: dict[int, str] = {}  # what a text's tokens are told to come from, by the marks of their node
+        self.origin = cache(lambda source: "+".join(self.marked(source)))
         draws = {name: getattr(part, "draws", True) for name, part in drafters.items()}
         self.jit = Jit([[name] for name in drafters] if stages is None else stages, draws, self.bits, chain=self.strict, **jit)
 
@@ -152,7 +152,7 @@ class Engine:
             path, bonus = outcome.paths[r], outcome.bonus[r]
             new = draft.text(path)
             if path:
-                seq.origins += [self._names(draft.source[n]) for n in path]
+                seq.origins += [self.origin(draft.source[n]) for n in path]
             if bonus is not None:
                 new.append(bonus)
                 seq.origins.append(TARGET)
@@ -169,11 +169,6 @@ class Engine:
         self.target.commit(seqs, draft, outcome)
         for drafter in self.heard:
             drafter.observe(seqs, draft, outcome)
-
-    def _names(self, source: int) -> str:
-        if source not in self.origin:
-            self.origin[source] = "+".join(self.marked(source))
-        return self.origin[source]
 
     def _record(self, seqs: list[Sequence], plan: Plan, done: Done, outcome: Outcome, emitted: list[list[int]], clock: Clock, tier: str) -> None:
         full, draft, none = done.full, done.draft, (0,) * len(seqs)

@@ -2,6 +2,7 @@
 
 Another process builds them, of low priority, from the sources that are imported otherwise, and keeps them on disk under the hash of these; from the
 next start on, importing outrider finds them there first. So nothing stale is ever run: who edits a module has Python again until it is built.
+What means something else in machine code is not written there: `==` of two dataclasses is `is`.
 Standard library only: this is imported before anything else.
 """
 
