@@ -21,7 +21,7 @@ from outrider.verify.exact import walk
 Step = Callable[[Parts, Now], Done]
 NAMES: dict[str, Any] = {
     "Done": Done, "Forest": forest.Forest, "tree": tree, "decided": decided, "walk": walk, "accept": step.accept,
-    "agreed": forest.agreed, "down": forest.down, "weighed": forest.weighed,
+    "agreed": forest.agreed, "usual": forest.usual,
 }  # fmt: skip
 
 
@@ -47,7 +47,8 @@ class _Writer:
         rule = rule_of(program.body.block.last_op)  # type: ignore[arg-type]
         assert rule is not None
         self.rule, self.budget, self.lines = rule, budget_of(program), list[str]()
-        self.leanly = self.lean(list(program.body.block.ops))
+        self.weighed: SSAValue | None = None  # what the controller leaves of all that is drafted
+        self.pruned = self.usual = False  # is anything left out; is what is verified all, or what the controller left of all?
         self.names: dict[SSAValue, str] = {}
         self.made: dict[SSAValue, frozenset[Operation]] = {}  # the proposals whose nodes a value holds
         self.all: frozenset[Operation] = frozenset()
@@ -56,14 +57,17 @@ class _Writer:
         ops = list(self.program.body.block.ops)
         self.say("def step(parts, now):")
         self.say(f"    # {', '.join(k for k, v in self.facts._asdict().items() if v) or 'any batch'}")
+        first = len(self.lines)
         self.say("    seqs, settings, noise, clock, reason = now.seqs, now.settings, now.noise, now.clock, now.reason")
-        if any(isinstance(op, ProposeOp) for op in ops) and not self.leanly:
+        if any(isinstance(op, ProposeOp) for op in ops):
             self.say(f"    forest = Forest(parts, now, {self.budget}, free={self.rule in FREE})")
             self.say("    full, levels = forest.full, forest.levels")
         else:
             self.say(f"    full, levels = tree.empty({self.rows}), {{}}")
         for op in ops:
             self.op(op)
+        if self.usual and self.lean(ops):
+            self.lines[first:] = self.call(ops)
         written = "\n".join(self.lines)
         return "\n".join(line for line in self.lines if not _idle(line, written)) + "\n"
 
@@ -103,27 +107,29 @@ class _Writer:
         return self.made[value] == self.all
 
     def lean(self, ops: list[Operation]) -> bool:
-        """Is it what nearly all steps do: one row, which asks for nothing, whose drafters each begin at its root, once, as far as its plan lets them? No forest is
-        kept then beside the draft."""
-        made = [op for op in ops if isinstance(op, ProposeOp)]
-        names = [op.name_of for op in made]
+        """Is it what nearly all steps do: one row, which asks for nothing, whose drafters each begin at its root, once, as far as its plan lets them? Machine code has
+        that as a whole (`forest.usual`)."""
+        names = [op.name_of for op in ops if isinstance(op, ProposeOp)]
         return (
             self.facts.one and self.facts.free and self.rule in FREE and not self.budget and len(set(names)) == len(names)
-            and all(op.how.data == ON and not {"blind", "bounded", "order", "shape"}.intersection(op.properties) for op in made)
-            and not any(isinstance(op, AgreeOp) or (isinstance(op, PruneOp) and (value_of(op.budget) or op.chain or op.unless_sampled)) for op in ops)
+            and sum(isinstance(op, PruneOp) for op in ops) <= 1 and all(map(_simple, ops))
         )  # fmt: skip
+
+    def call(self, ops: list[Operation]) -> list[str]:
+        """The lines of a step that is lean."""
+        made = [op for op in ops if isinstance(op, ProposeOp)]
+        asked = "".join(f'("{op.name_of}", {value_of(op.depth)}, {value_of(op.width)}), ' for op in made).rstrip()
+        return [
+            *[f"    # {_words(op)}" for op in made],
+            f'    return usual(parts, now, ({asked}), "{self.rule}", ask={not self.facts.told}, weigh={self.pruned})',
+        ]
 
     def propose(self, op: ProposeOp) -> None:
         self.all |= {op}
+        self.weighed = None
         seen = ", ".join(f"*{self.names[v]}" for v in op.operands if isinstance(v.type, DraftType))
         how, name, depth, width = op.how.data, op.name_of, value_of(op.depth), value_of(op.width)
         self.say(f"    # {_words(op)}")
-        if self.leanly:
-            if seen:
-                self.say("    first = len(full)")
-            self.say(f'    full = down(parts, now, full, levels, "{name}", {depth}, {width}, {not self.facts.told})')
-            self.name(op, f"[*sorted({{{seen}}}), *range(first, len(full))]" if seen else "list(range(len(full)))", own=op)
-            return
         at = "[]" if how == ON else self.names[op.at]
         starts = f'forest.starts("{how}", {at}, "{name}", own={isinstance(op.at.owner, AgreeOp)})'
         first_best = op.order is not None and op.order.data == "best-first"
@@ -138,15 +144,13 @@ class _Writer:
         if idle or not any(isinstance(o, ProposeOp) for o in self.program.body.block.ops):
             self.names[op.out], self.made[op.out] = self.names[op.at], self.made[op.at]
             return
-        if self.leanly:
-            self.say(f"    chosen, reason = weighed(parts, now, full, {self.names[op.at]})")
-            self.name(op, "chosen", part=True)
-            return
+        self.pruned, self.weighed = True, op.out if self.whole(op.at) else None
         flags = f"chain={op.chain is not None}, unless_sampled={op.unless_sampled is not None}"
         self.name(op, f"forest.prune({self.names[op.at]}, {value_of(op.budget) or 0}, {flags})", part=True)
         self.say("    reason = forest.reason")
 
     def score(self, op: ScoreOp) -> None:
+        self.usual = op.at == self.weighed if self.pruned else self.whole(op.at)
         roots = "[-1]" if self.facts.one else "tree.roots(len(seqs))"
         nodes = self.names[op.at]
         self.say('    clock.mark("draft")')
@@ -172,6 +176,15 @@ def _idle(line: str, written: str) -> bool:
     """Does a line give a name that is not used?"""
     name, _, rest = line.strip().partition(" = ")
     return bool(rest) and name.startswith("nodes_") and "forest." not in rest and len(re.findall(rf"\b{name}\b", written)) == 1
+
+
+def _simple(op: Operation) -> bool:
+    """Is it nothing but what `forest.usual` does?"""
+    if isinstance(op, ProposeOp):
+        return op.how.data == ON and not {"blind", "bounded", "order", "shape"}.intersection(op.properties)
+    if isinstance(op, PruneOp):
+        return not (value_of(op.budget) or op.chain or op.unless_sampled)
+    return op.reusing is None if isinstance(op, ScoreOp) else not isinstance(op, AgreeOp)
 
 
 def _words(op: ProposeOp) -> str:

@@ -3,7 +3,7 @@ verified. The interpreter and generated code use the same pieces."""
 
 from dataclasses import replace
 
-from outrider.compiler.step import Now, Parts
+from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
 from outrider.core.types import MAX_NODES, POINT, Draft, Places, Sequence
 
@@ -99,6 +99,22 @@ def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Place
     return sorted(out, key=lambda p: tree.depth_at(draft, p))
 
 
+def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule: str, ask: bool, weigh: bool) -> Done:
+    """What nearly all steps are: one row, which asks for nothing; drafters (name, depth, width) in turn from its root; what is verified of all that they said. `ask`:
+    the controller, before every level; `weigh`: it leaves out nodes."""
+    full, levels, reason = tree.empty(1), dict[str, int](), now.reason
+    for name, depth, width in asked:
+        full = down(parts, now, full, levels, name, depth, width, ask)
+    nodes = list(range(len(full)))
+    if weigh:
+        nodes, reason = weighed(parts, now, full, nodes)
+    draft = full if len(nodes) == len(full) else tree.select(full, nodes)
+    now.clock.mark("draft")
+    scores = parts.target.score(now.seqs, full, [-1, *nodes])
+    now.clock.mark("score")
+    return Done(full, nodes, draft, levels, reason, scores, accept(draft, scores, now.settings, now.noise, rule))
+
+
 def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str, depth: int, width: int, ask: bool) -> Draft:
     """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before every level;
     `levels` takes how deep it went."""
@@ -109,10 +125,7 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
         if not frontier or room <= level:
             break
         ahead = min(depth, room) - level if width == 1 else 1
-        if ask:
-            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
-        else:
-            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
+        full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, ahead, parts.controller.on if ask else None)
         level = max([d for d, source in zip(full.depth, full.source, strict=True) if d > level and source & bit], default=level + 1)
         frontier = [n for n, d in enumerate(full.depth) if d == level and full.source[n] & bit]
     if level:
