@@ -68,7 +68,7 @@ def test_a_changed_source_has_another_place(place, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(native.HERE, copy, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(native.KINDS)])
     assert native.place(copy) == place
-    for file in [*native.sources(), native.HERE / "models" / "compiled.py", native.HERE / "core" / "races.c"]:
+    for file in [*native.sources(), native.HERE / "models" / "graphed.py", native.HERE / "core" / "races.c"]:
         copied = copy / file.relative_to(native.HERE)
         before = copied.read_bytes()
         copied.write_bytes(before + b"\n")

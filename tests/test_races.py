@@ -20,11 +20,13 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.noise import NEAR, POSITION, RowNoise
 from outrider.core.sampling import Settings, decided, kept, line, on_host, raced
-from outrider.core.types import POINT, Draft, Plan, Request, SamplingParams, Scores, Sequence
+from outrider.core.types import MAX_NODES, POINT, Draft, Plan, Request, SamplingParams, Scores, Sequence
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models import hf as hf_module
+from outrider.models import kv as kv_module
 from outrider.models.exits import EarlyExit
+from outrider.models.kv import Rows
 from outrider.models.load import wrap
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import HERE, RACES
@@ -213,3 +215,46 @@ def test_drafter_and_verdict_race_alike(races, monkeypatch):
     assert verdict.paths == [[0, 1, 2]] and len(races) == 7
     monkeypatch.setattr(noise_module, "races", None)
     assert outcome() == (tokens, verdict) and len(races) == 7
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 70, None), (9,)], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windows):
+    """Tails of one token and more, from no node to as many as a step may have, row after row into the same tables; what does not fit, or sees not all, is Python's."""
+    rng = np.random.default_rng(seed)
+    asked, found = [], []
+    counts, tails = rng.integers(0, 12, 6).tolist() + [MAX_NODES], rng.integers(1, 5, 7).tolist()
+    text = rng.integers(0, 1 << 40, 200).tolist()
+    for module in (None, SimpleNamespace(laid=lambda *given: asked.append(given) or made.laid(*given))):
+        monkeypatch.setattr(kv_module, "races", module)
+        rows, told = Rows("m", 2, 50, None, windows), []
+        seqs = [Sequence(Request(str(r), tuple(text[r : r + 20]), SamplingParams(), 0, "greedy"), text[r : r + 20]) for r in range(2)]
+        for seq in seqs:
+            rows.open(seq).text = seq.tokens[:17]
+        for count, tail in zip(counts, tails, strict=True):
+            for seq in seqs:
+                rows.of(seq).text = seq.tokens[: len(seq.tokens) - tail]
+                draft = tree.run(Draft(rows=1), -1, text[100 : 100 + count], 1, [0.5] * count)
+                layout = rows.layout([seq], draft, tree.all_places(draft))
+                (block,), row = layout.blocks, rows.of(seq)
+                told.append((block.first, block.table.tolist(), block.read, block.kept, layout.at, row.base, dict(row.scratch), row.resumed))
+                rows.drop([seq])
+                seq.tokens += seq.tokens[:2]
+        found.append(told)
+    assert found[0] == found[1]
+    assert len(asked) == sum(all(w is None or w > count for w in windows) for count in counts) * 2
+
+
+def test_only_tokens_that_are_there_are_laid_out(made):
+    """Nothing is read beyond a list, nor written for what is no number."""
+    table = np.zeros((4, 5), np.int64)
+    for start, count in ((-1, 0), (4, 0), (0, -1), (0, 3), (0, MAX_NODES + 1)):
+        with pytest.raises(IndexError):
+            made.laid(table.ctypes.data, 1, [1, 2, 3], start, [4, 5], count)
+    with pytest.raises(TypeError):
+        made.laid(table.ctypes.data, 1, (1, 2), 0, [], 0)
+    with pytest.raises(TypeError):
+        made.laid(table.ctypes.data, 1, [1], 0)
+    assert not table.any()
+    with pytest.raises(TypeError):
+        made.laid(table.ctypes.data, 1, ["x"], 0, [], 0)

@@ -1,7 +1,7 @@
-/* A step's results, read where they lie: the tokens that it found itself (`decided`), and who wins the race over the logits of one place (`won`): what
-`sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
+/* A step's numbers, read and written where they lie: what a forward over a text's end and a chain is told (`laid`, as `kv.Rows` says), the tokens that it found
+itself (`decided`), and who wins the race over the logits of one place (`won`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
 
-The same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
+Of races the same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
 finaliser; the noise is -log(-log(1 - w)). Exact numbers only for ids whose bound comes near the first. Settings that look at a text or leave ids
 out are Python's. */
 
@@ -205,7 +205,39 @@ done:
     return out;
 }
 
-static PyMethodDef methods[] = {{"decided", (PyCFunction)(void (*)(void))decided, METH_FASTCALL, NULL},
+/* laid(address, kinds, text, start, nodes, count): see races.pyi */
+static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    int64_t *out = count == 6 ? PyLong_AsVoidPtr(given[0]) : NULL;
+    long kinds = count == 6 ? PyLong_AsLong(given[1]) : 0, start = count == 6 ? PyLong_AsLong(given[3]) : 0, below = count == 6 ? PyLong_AsLong(given[5]) : 0;
+    long end;
+    if (PyErr_Occurred())
+        return NULL;
+    if (count != 6 || !PyList_Check(given[2]) || !PyList_Check(given[4])) {
+        PyErr_SetString(PyExc_TypeError, "laid takes an address, a number of kinds, and twice a list and a number");
+        return NULL;
+    }
+    end = PyList_GET_SIZE(given[2]);
+    if (start < 0 || start > end || below < 0 || below > PyList_GET_SIZE(given[4]) || below > 64) {
+        PyErr_SetString(PyExc_IndexError, "no such tokens");
+        return NULL;
+    }
+    for (long p = start; p < end + below; ++p) {
+        long n = p - end; /* a node of the chain, from 0 on */
+        *out++ = PyLong_AsLongLong(n < 0 ? PyList_GET_ITEM(given[2], p) : PyList_GET_ITEM(given[4], n));
+        *out++ = p;
+        *out++ = p;
+        *out++ = n < 0 ? p + 1 : end;
+        for (long kind = 0; kind < kinds; ++kind)
+            *out++ = n < 0 ? 0 : (int64_t)(n < 63 ? ((uint64_t)2 << n) - 1 : UINT64_MAX);
+    }
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"laid", (PyCFunction)(void (*)(void))laid, METH_FASTCALL, NULL},
+                                {"decided", (PyCFunction)(void (*)(void))decided, METH_FASTCALL, NULL},
                                 {"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "races", NULL, -1, methods, NULL, NULL, NULL, NULL};
 PyMODINIT_FUNC PyInit_races(void) { return PyModule_Create(&module); }

@@ -96,6 +96,7 @@ class Compiled:
     def __init__(self, recipe: Recipe, step: Step) -> None:
         self.recipe, self.step = recipe, step
         self.new = not recipe.quick()  # never seen here: to look for its packages takes reading its weights, and can wait for its first token
+        self.found: Path | None = None
         self.packages: dict[str, Package] = {}
         self.reason, self.looked = "eager:building", 0.0
         self.misses, self.singles, self.steady = 0, 1 << 30, 0.0
@@ -106,10 +107,12 @@ class Compiled:
             self.reason = "eager:no-compiler"
             _say_once("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
 
-    @functools.cached_property
+    @property
     def folder(self) -> Path:
         """Where its packages are, or will be."""
-        return self.recipe.place()
+        if self.found is None:
+            self.found = self.recipe.place()
+        return self.found
 
     @property
     def bytes(self) -> int:

@@ -213,7 +213,7 @@ class HFModel:
         """last: the token of the last column, where only the device knows it."""
         if self.compiled is None:
             return self._eager(block, last)
-        package = self.compiled.get(*block.table.shape[:2])
+        package = self.compiled.get(*_size(block))
         self.meter.tier = "compiled" if package else self.compiled.reason
         if package is None:
             return self._eager(block, last)
@@ -231,18 +231,20 @@ class HFModel:
 
     def _inputs(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.forwards += 1
-        self.computed += block.table.shape[0] * block.table.shape[1]
-        if block.read not in self.reads:
-            self.reads[block.read] = self.numbers[: block.read]
-        table, rows = self._kept(block) if block.kept else (torch.from_numpy(block.table), self.store.rows(block.first, len(block.table)))
+        rows, width = _size(block)
+        self.computed += rows * width
+        read = self.reads.get(block.read)
+        if read is None:
+            read = self.reads[block.read] = self.numbers[: block.read]
+        table, held = self._kept(block) if block.kept else (torch.from_numpy(block.table), self.store.rows(block.first, rows))
         if self.far:
             table = table.pin_memory().to(self.device, non_blocking=True)
         if last is not None:
             table[0, -1, 0] = last
-        return table, self.reads[block.read], rows
+        return table, read, held
 
     def _kept(self, block: Block) -> tuple[Tensor, list[Tensor]]:
-        at = block.first, block.table.shape[1]
+        at = block.first, block.kept
         known = self.tables.get(at)
         if known is None or known[0] is not block.table:
             with torch.inference_mode(False):  # whoever asked first
@@ -281,8 +283,16 @@ class HFView(HFModel):
 
 def _lies(block: Block) -> int:
     """Places of what a forward found, which lies in one piece: of one row, whatever of its columns was computed together."""
-    rows, width, _ = block.table.shape
+    rows, width = _size(block)
     return width if rows == 1 else 0
+
+
+def _size(block: Block) -> tuple[int, int]:
+    """Its rows, and the columns of each."""
+    if block.kept:
+        return 1, block.kept
+    rows, width, _ = block.table.shape
+    return rows, width
 
 
 def _parts(tensor: Any) -> list[Tensor]:

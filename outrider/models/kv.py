@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
+from outrider.core.noise import races
 from outrider.core.types import MAX_NODES, Draft, Ints, Outcome, Places, Sequence
 
 BUCKET = 64  # slots read are rounded up to this, so that shapes recur
@@ -49,13 +50,13 @@ class Block:
 
     table [b, w, 4 + kinds of windows], per column: token, position, slot, upto, sees. It sees every slot below upto
     (within its layer's window), and slot upto + k if bit k of sees is set: a step's scratch is no more than 64 slots.
-    Padding columns write to the last slot, which nothing reads. `kept`: the row's next forward of this width writes into the same table.
+    Padding columns write to the last slot, which nothing reads. `kept`: how wide the table is, if the row's next forward of this width is written into it; else 0.
     """
 
     first: int
     table: Ints
     read: int
-    kept: bool = False
+    kept: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +66,15 @@ class Layout:
 
     blocks: list[Block]
     at: list[int] | None
+
+
+@dataclass(slots=True)
+class Table:
+    """That of a row's forwards of one width, its numbers one after the other, and where they lie."""
+
+    made: Ints
+    numbers: Any  # a memoryview, which mypyc knows by no name
+    address: int
 
 
 class Store(Protocol):
@@ -88,7 +98,7 @@ class Rows:
         self.reuse, self.blind = True, (0,) * len(windows)
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
-        self.tables: dict[tuple[int, int], tuple[Ints, memoryview]] = {}  # of single rows, by row and width; and their numbers
+        self.tables: dict[tuple[int, int], Table] = {}  # of single rows, by row and width
 
     def of(self, seq: Sequence) -> Row:
         row: Row = seq.slots[self.name]
@@ -154,7 +164,9 @@ class Rows:
         if resume:
             for row in [self.of(seqs[~p]) for p in places if p < 0]:
                 row.resumed = row.base >= 0
-        if len(places) == 1:  # the most frequent: a plain step, one more token of a chain
+        if len(places) == 1 and places[0] < 0 and not resume:  # the most frequent: a plain step, the first of a chain
+            return self._straight(seqs[~places[0]], draft, 0)
+        if len(places) == 1:
             row, columns = self._columns(seqs, draft, places[0])
             return Layout([self._line(row, columns)], None if len(columns) == 1 else [len(columns) - 1])
         if tree.straight(draft) and places == [-1, *range(len(places) - 1)] and not resume:
@@ -178,15 +190,18 @@ class Rows:
 
     def _straight(self, seq: Sequence, draft: Draft, count: int) -> Layout:
         """`layout` of one row's chain, root and `count` nodes: what most steps ask."""
-        row, columns = self._columns([seq], draft, -1)
-        start, base = len(columns) - 1, row.base
-        if base + count >= self.capacity or any(w is not None and w <= count for w in self.windows):  # too long, or not all sees all
+        row = self.of(seq)
+        start, end = len(row.text), len(seq.tokens)
+        width = end - start + count
+        at = list(range(width - count - 1, width)) if end - start > 1 else None
+        if races is None or end + count >= self.capacity or any(w is not None and w <= count for w in self.windows):  # too long, or not all sees all
+            columns = self._columns([seq], draft, -1)[1]
             columns += [self._node_column(row, n, draft.parent[n], draft.token[n]) for n in range(count)]
-        else:
-            row.scratch = {n: (2 << n) - 1 for n in range(count)}
-            kinds = len(self.windows)
-            columns += [(draft.token[n], base + n, base + n, base, *[_signed(sees)] * kinds) for n, sees in row.scratch.items()]
-        return Layout([self._line(row, columns)], list(range(start, start + count + 1)) if start else None)
+            return Layout([self._line(row, columns)], at)
+        row.base, row.scratch, row.resumed = end, {n: (2 << n) - 1 for n in range(count)}, False
+        table = self._table(row.index, width)
+        races.laid(table.address, len(self.windows), seq.tokens, start, draft.token, count)
+        return Layout([Block(row.index, table.made, _bucket(end + count, self.capacity), width)], at)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
         """The row of a place and what scoring it computes: for a root the tokens not cached yet, for a node itself, after what of
@@ -228,13 +243,16 @@ class Rows:
 
     def _line(self, row: Row, columns: list[Column]) -> Block:
         """`_block` of one row, in a table that is kept: what touches least memory takes least time."""
-        at = row.index, len(columns)
-        if at not in self.tables:
-            made = np.empty((1, len(columns), len(columns[0])), np.int64)
-            self.tables[at] = made, made.data.cast("B").cast("q")
-        table, numbers = self.tables[at]
-        numbers[:] = array("q", columns[0] if len(columns) == 1 else chain.from_iterable(columns))
-        return Block(row.index, table, _bucket(row.base + len(row.scratch), self.capacity), kept=True)
+        table = self._table(row.index, len(columns))
+        table.numbers[:] = array("q", columns[0] if len(columns) == 1 else chain.from_iterable(columns))
+        return Block(row.index, table.made, _bucket(row.base + len(row.scratch), self.capacity), len(columns))
+
+    def _table(self, index: int, width: int) -> Table:
+        table = self.tables.get((index, width))
+        if table is None:
+            made = np.empty((1, width, 4 + len(self.windows)), np.int64)
+            table = self.tables[index, width] = Table(made, made.data.cast("B").cast("q"), made.ctypes.data)
+        return table
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
         """Nodes of this step's scratch that are called otherwise now. One whose name is taken is no node any more, but keeps its slot."""

@@ -28,7 +28,7 @@ MODULES = {
     "measure": "cost trace",
     "verify": "exact host",
     "drafters": "lookup model suffix",
-    "models": "hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
+    "models": "compiled hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
     "compiler": "forest jit step",
     "runtime": "batcher ending engine",
 }
