@@ -125,7 +125,10 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
         if not frontier or room <= level:
             break
         ahead = min(depth, room) - level if width == 1 else 1
-        full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, ahead, parts.controller.on if ask else None)
+        if ask:
+            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
+        else:
+            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
         level = max([d for d, source in zip(full.depth, full.source, strict=True) if d > level and source & bit], default=level + 1)
         frontier = [n for n, d in enumerate(full.depth) if d == level and full.source[n] & bit]
     if level:
