@@ -1,6 +1,7 @@
 """Law 7: every drafter passes one contract suite. The index against brute force. Chains in one call against chains
 token by token."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -100,6 +101,19 @@ def test_a_loop_goes_on_and_a_copy_ends_where_the_text_does(period):
     index = SuffixIndex(24)
     index.extend([*words, 60, 61, *words])
     assert index.follow(index.match(), 20)[0] == [60, 61, *words]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_how_likely_a_first_token_is_needs_no_continuation(seed):
+    """Of few places and many, of one going on and several: what a guess of one token would have said."""
+    rng = random.Random(seed)
+    index, seen = SuffixIndex(6), set()
+    for _ in range(150):
+        index.extend([rng.randrange(3) for _ in range(rng.randint(1, 3))])
+        if cursor := index.match():
+            assert index.first(cursor) == index.follow(cursor, 1)[1][0]
+            seen.add(min(len(cursor.places), 3))
+    assert seen == {1, 2, 3}
 
 
 def test_text_that_repeats_itself_is_looked_at_in_its_latest_places():

@@ -129,12 +129,20 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
             full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
         else:
             full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
-        level = max([d for d, source in zip(full.depth, full.source, strict=True) if d > level and source & bit], default=level + 1)
-        frontier = [n for n, d in enumerate(full.depth) if d == level and full.source[n] & bit]
+        level, frontier = _lowest(full, bit, level)
     if level:
         levels[name] = level
         now.clock.mark(f"draft {name}")
     return full
+
+
+def _lowest(full: Draft, bit: int, level: int) -> tuple[int, Places]:
+    """How deep a drafter's nodes go, if that is below `level`, and those of them that are as deep; else the next level, and none."""
+    deepest = level
+    for n, depth in enumerate(full.depth):
+        if depth > deepest and full.source[n] & bit:
+            deepest = depth
+    return (deepest, [n for n, depth in enumerate(full.depth) if depth == deepest and full.source[n] & bit]) if deepest > level else (level + 1, [])
 
 
 def weighed(parts: Parts, now: Now, full: Draft, nodes: list[int]) -> tuple[list[int], str]:

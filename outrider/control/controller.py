@@ -47,6 +47,7 @@ class Adaptive:
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
         self.last: tuple[list[Sequence], StepRecord] | None = None
+        self.chosen: tuple[Page, list[str], int, Plan] | None = None  # what was planned last
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.worth = 0.0  # of a look, in the requests before
         self.asleep, self.silent, self.why = 0, False, ""
@@ -93,14 +94,22 @@ class Adaptive:
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
         near = min(max([row.reach for row in rows]), page.deepest)
         near = next(depth for depth in REACHES if depth >= near)
+        return self._planned(page, names, near), "off:no-guess"
+
+    def _planned(self, page: Page, names: list[str], near: int) -> Plan:
+        """How deep these may go, where drafts are worth looking at `near` nodes deep."""
+        if (last := self.chosen) is not None and last[0] is page and last[1] == names and last[2] == near:
+            return last[3]
         key = tuple([(name, DEEPEST if page.prices[name] > DEAR else near) for name in names])  # of who goes a level at a time each level is weighed
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(key))
-        return plan, "off:no-guess"
+        self.chosen = page, names, near, plan
+        return plan
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
         names = [s.request.id for s in seqs]
-        if any(held.record.requests != tuple(names) for held in self.accounts.held):  # what others earned is not for these to spend
+        these = tuple(names)
+        if any(held.record.requests != these for held in self.accounts.held):  # what others earned is not for these to spend
             self._settle()
         unit, unsettled = page.plain * page.spread, self.accounts.beyond(page)
         room = (self.ledger.left(names, page.owed) - unsettled) / unit

@@ -41,11 +41,11 @@ class Ledger:
 
     def left(self, requests: list[str], plain: float) -> float:
         """What the most frugal of the rows may spend on one step more than nothing: its credit and what a token earns."""
-        return min(self.begin(r, plain) for r in requests) + (1 + self.allowance) * plain
+        return min([self.begin(r, plain) for r in requests]) + (1 + self.allowance) * plain
 
     def short(self, seqs: list[Sequence], plain: float) -> bool:
         """Has any of the rows less than a plain step to spend? Seldom, and asked at every step."""
-        return min(self.credit.get(s.request.id, plain) for s in seqs) < plain
+        return min([self.credit.get(s.request.id, plain) for s in seqs]) < plain
 
     def reading(self, seqs: list[Sequence]) -> float:
         """Seconds that drafters may still take to read the prompts of all these; 0 before the target has read them."""

@@ -4,8 +4,6 @@ drafter was of its guesses. Knows nothing of costs beyond what asking a drafter 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import eq
 
 from outrider.core import tree
 from outrider.core.types import Sequence, StepRecord
@@ -25,7 +23,8 @@ class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
     (`reach`); by drafter that costs something, how likely its guesses were of late, as was believed when they were made (`sure`); by drafter that had
-    to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps."""
+    to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps; by drafter that was looked at, how it
+    is asked for the chance of its first token (`looks`), if it can tell."""
 
     history: int = 0
     rest: dict[str, int] = field(default_factory=dict)
@@ -36,6 +35,7 @@ class Row:
     owing: dict[str, list[float]] = field(default_factory=dict)
     worth: float = 0.0
     seldom: int = 1  # LOST, or 1
+    looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)
 
 
 def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
@@ -57,7 +57,8 @@ def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str
     that pays (`least`, of a drafter and a row's last verdicts); SILENT, it has nothing to say; RESTS. Those that rest come a step nearer to
     waking."""
     found = RESTS
-    for seq, row in zip(seqs, rows, strict=True):
+    for r, seq in enumerate(seqs):
+        row = rows[r]
         if seq.request.drafters is None or name in seq.request.drafters:
             if left := row.rest.get(name, 0):
                 row.rest[name] = left - 1
@@ -71,7 +72,9 @@ def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str
 def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]) -> int:
     """May a drafter have a guess worth asking for? What it keeps with a request can tell, if it has `chance`, once it has read the text. Who is looked at
     seldom, because it rests, is asked whatever it says: what became of it would never be seen."""
-    look = getattr(seq.slots.get(name), "chance", None)
+    if name not in row.looks:
+        row.looks[name] = getattr(seq.slots.get(name), "chance", None)
+    look = row.looks[name]
     if look is None or len(seq.tokens) - row.read.get(name, 0) > FAR:
         return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)
@@ -84,8 +87,10 @@ def _judged(rows: list[Row], record: StepRecord) -> None:
     draft = record.draft
     assert draft is not None
     if tree.straight(draft):  # right up to the first that is not
-        right = sum(takewhile(bool, map(eq, draft.token, record.tokens[0])))
-        wrong = right < min(len(draft), len(record.tokens[0]))
+        guessed, came, right = draft.token, record.tokens[0], 0
+        while right < len(guessed) and right < len(came) and guessed[right] == came[right]:
+            right += 1
+        wrong = right < min(len(guessed), len(came))
         rows[0].history = ((((rows[0].history + 1) << right) - 1) << wrong) & 0xFFFF
         return
     for n, verdict in verdicts(record):

@@ -43,7 +43,7 @@ class Starts:
         """A cheap one with little to read is asked before anything is weighed, unless others have guessed."""
         if self.cautious and step.number < UNMEASURED and step.page.prices[name] > DEAR and not self.tables.measured(name, step.page.at):
             return _later(step, name)
-        wait = sum([self._waiting(step, s, row, name) for s, row in zip(seqs, step.rows, strict=True)])
+        wait = sum([self._waiting(step, s, step.rows[r], name) for r, s in enumerate(seqs)])
         if not cheap or wait > LONG_READ:
             return self._pays(step, seqs, name, draft, wait)
         if draft.token and not step.deeper(name, draft, tree.roots(draft.rows)):

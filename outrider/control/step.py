@@ -78,7 +78,8 @@ class Step:
         page, level = self.page, self.levels[name]
         cost, drafting, gained = self.spent + page.verify[min(nodes, DEEPEST)], page.drafting[name], 0.0
         for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
-            gained += reach * after ** (m - 1)
+            gained += reach
+            reach *= after
             then = self.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
             if gained * cost > (then - cost) * have and then <= self.room:
                 return True
@@ -117,9 +118,13 @@ class Step:
 
     def sure(self, name: str, draft: Draft) -> float | None:
         """The mean chance of a drafter's guesses; None: it made none."""
-        survival, bit = self.survivals(draft), self.tables.bits[name]
-        own = [s / (survival[p] if p >= 0 else 1.0) for s, p, source in zip(survival, draft.parent, draft.source, strict=True) if source & bit]
-        return sum(own) / len(own) if own else None
+        survival, bit, total, own = self.survivals(draft), self.tables.bits[name], 0.0, 0
+        for n, source in enumerate(draft.source):
+            if source & bit:
+                parent = draft.parent[n]
+                total += survival[n] / (survival[parent] if parent >= 0 else 1.0)
+                own += 1
+        return total / own if own else None
 
     def best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""

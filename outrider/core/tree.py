@@ -156,7 +156,12 @@ def ancestors(draft: Draft, place: int) -> list[int]:
 
 def straight(draft: Draft) -> bool:
     """Is it one row's chain, as most drafts are?"""
-    return draft.rows == 1 and draft.parent == list(range(-1, len(draft) - 1))
+    return draft.rows == 1 and ascending(draft.parent)
+
+
+def ascending(places: Places) -> bool:
+    """Are they -1, 0, 1, 2, ...: the root of row 0, and the first nodes?"""
+    return all(place == n - 1 for n, place in enumerate(places))
 
 
 def children(draft: Draft) -> dict[int, list[int]]:

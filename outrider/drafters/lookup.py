@@ -14,7 +14,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Outcome, Places, Sequence
-from outrider.drafters.suffix import Cursor, SuffixIndex, sure
+from outrider.drafters.suffix import Cursor, SuffixIndex
 
 
 @dataclass(slots=True)
@@ -30,13 +30,10 @@ class _State:
         if len(tokens) > len(self.index.text):
             self.index.extend(tokens[len(self.index.text) :])
             self.cursor = self.index.match()
-            self.first = self._first(self.cursor) if self.cursor else 0.0
+            self.first = self.index.first(self.cursor) if self.cursor else 0.0
             if self.first < self.floor:
                 self.cursor, self.first = None, 0.0
         return self.first
-
-    def _first(self, cursor: Cursor) -> float:
-        return sure(cursor.depth) if len(cursor.places) == 1 else self.index.follow(cursor, 1)[1][0]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -112,6 +112,8 @@ class ModelDrafter:
         found, scores = self.model.chain(seqs, draft, place, levels, on, None if settings.raw else pick)  # type: ignore[attr-defined]
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
         made = tree.run(draft, place, tokens, source, scores[: len(tokens)])
+        if not draft.token and len(found) == len(tokens):
+            return made
         nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(len(tokens) - 1)] if draft.token else []
         names = dict(enumerate(nodes, first)) if nodes and nodes[0] != first else {}  # others had guessed the same
         names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes

@@ -46,12 +46,12 @@ class SuffixIndex:
             self.open, before = [], before + 1
         for size in self.filed:
             for end in range(max(before, size), len(text)):
-                places[tuple(text[end - size : end])].append(end)
+                places[_before(text, end, size)].append(end)
 
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
         text, end = self.text, len(self.text)
-        self.open = self.open or [(size, self.places[tuple(text[end - size :])]) for size in self.filed if size <= end]
+        self.open = self.open or [(size, self.places[_before(text, end, size)]) for size in self.filed if size <= end]
         depth, places = next(((size, known[-RECENT:]) for size, known in self.open if known), (0, []))
         most = min(self.cap, end)
         while len(places) > 1 and depth < most:
@@ -66,6 +66,18 @@ class SuffixIndex:
             while depth < most and text[place - 1 - depth] == text[end - 1 - depth]:
                 depth += 1
         return Cursor(places, depth, []) if places else None
+
+    def first(self, cursor: Cursor) -> float:
+        """The chance of the most frequent continuation of a match, as `follow` has it."""
+        places, depth, _ = cursor
+        if len(places) == 1:
+            return sure(depth)
+        counts, most = dict[int, int](), 0
+        for p in places:
+            token = self.text[p]
+            counts[token] = count = counts.get(token, 0) + 1
+            most = max(most, count)
+        return most / len(places) * sure(depth * most)
 
     def next(self, cursor: Cursor, width: int) -> list[tuple[int, float, Cursor]]:
         """Up to `width` continuations (token, its chance, cursor), most frequent first, ties to the latest."""
@@ -103,6 +115,11 @@ class SuffixIndex:
             elif end - p <= depth:
                 out.setdefault(said[p + done - end], []).append(p)
         return out
+
+
+def _before(text: list[int], end: int, size: int) -> tuple[int, ...]:
+    """The `size` tokens before a place."""
+    return (text[end - 1],) if size == 1 else (text[end - 2], text[end - 1]) if size == 2 else tuple(text[end - size : end])
 
 
 def sure(evidence: int) -> float:

@@ -169,7 +169,7 @@ class Rows:
         if len(places) == 1:
             row, columns = self._columns(seqs, draft, places[0])
             return Layout([self._line(row, columns)], None if len(columns) == 1 else [len(columns) - 1])
-        if tree.straight(draft) and places == [-1, *range(len(places) - 1)] and not resume:
+        if not resume and tree.straight(draft) and tree.ascending(places):
             return self._straight(seqs[0], draft, len(places) - 1)
         lines: dict[int, list[Column]] = {}
         asked: list[tuple[int, int]] = []
@@ -270,8 +270,8 @@ class Rows:
 
         Call it before or after the tokens were added to the sequences: it goes by its own base.
         """
-        for seq, path in zip(seqs, outcome.paths, strict=True):
-            row = self.of(seq)
+        for r, seq in enumerate(seqs):
+            row, path = self.of(seq), outcome.paths[r]
             if row.base < 0:
                 continue
             if not path:

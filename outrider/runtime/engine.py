@@ -127,8 +127,8 @@ class Engine:
         outcome, reasons = cut(seqs, done.draft, done.outcome)
         clock.mark("accept")
         emitted = self._write(seqs, done.draft, outcome, done.scores)
-        for seq, why in zip(seqs, reasons, strict=True):
-            seq.finish_reason = why
+        for r, seq in enumerate(seqs):
+            seq.finish_reason = reasons[r]
         self._commit(seqs, done.full, outcome if done.draft is done.full else outcome.renamed(done.kept))
         clock.mark("commit")
         self._record(seqs, plan, done, outcome, emitted, clock, step.tier)
@@ -176,7 +176,7 @@ class Engine:
         record = StepRecord(
             plan=plan,
             requests=self.requests,
-            context=tuple([len(s.tokens) - len(new) for s, new in zip(seqs, emitted, strict=True)]),
+            context=tuple([len(s.tokens) - len(emitted[r]) for r, s in enumerate(seqs)]),
             drafted=tuple([draft.row.count(r) for r in range(len(seqs))]) if draft.token else none,
             accepted=tuple([len(path) for path in outcome.paths]),
             emitted=tuple([len(new) for new in emitted]),
