@@ -247,10 +247,12 @@ def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, wind
 
 def test_only_tokens_that_are_there_are_laid_out(made):
     """Nothing is read beyond a list, nor written for what is no number."""
-    table = np.zeros((4, 5), np.int64)
+    table = np.zeros((80, 5), np.int64)
     for start, count in ((-1, 0), (4, 0), (0, -1), (0, 3), (0, MAX_NODES + 1)):
         with pytest.raises(IndexError):
             made.laid(table.ctypes.data, 1, [1, 2, 3], start, [4, 5], count)
+    with pytest.raises(IndexError):
+        made.laid(table.ctypes.data, 1, [1], 0, [0] * (MAX_NODES + 1), MAX_NODES + 1)
     with pytest.raises(TypeError):
         made.laid(table.ctypes.data, 1, (1, 2), 0, [], 0)
     with pytest.raises(TypeError):

@@ -229,7 +229,7 @@ static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
         *out++ = p;
         *out++ = n < 0 ? p + 1 : end;
         for (long kind = 0; kind < kinds; ++kind)
-            *out++ = n < 0 ? 0 : (int64_t)(n < 63 ? ((uint64_t)2 << n) - 1 : UINT64_MAX);
+            *out++ = n < 0 ? 0 : (int64_t)(((uint64_t)2 << n) - 1);
     }
     if (PyErr_Occurred())
         return NULL;
