@@ -40,6 +40,8 @@ class Engine:
         self.settings: Settings | None = None
         self.rule, self.facts = "greedy", _facts(one=True, free=True, raw=True)
         self.requests, self.tiers = tuple[str, ...](), dict[str, str]()  # what records say of all steps of a batch
+        self.picky = False  # does one of the batch not want all drafters?
+        self.narrow: tuple[Plan, Plan] | None = None  # the last plan, and what is left of it then
         self.heard: list[Drafter] = []  # drafters that may guess for one of the batch
         self.off = False  # there are drafters, and the whole batch wants none: nothing is decided, learned or kept
         self.ring: deque[StepRecord] = deque(maxlen=RING)
@@ -115,8 +117,8 @@ class Engine:
         clock = Clock(self.now)
         settings = self._settings(seqs)
         plan, reason = (Plan(), "off:request") if self.off else self.controller.choose(seqs)
-        if plan.drafters and not any(allowed(s, name) for s in seqs for name, _, _ in plan.drafters):
-            plan, reason = Plan(), "off:request"
+        if self.picky and plan.drafters:
+            plan, reason = self._narrowed(seqs, plan, reason)
         noise = SILENCE if settings.all_greedy else _noise(seqs)
         clock.mark("choose")
         step = self.jit.get(self.rule, plan, self.facts[getattr(self.controller, "asks", True)])
@@ -139,11 +141,20 @@ class Engine:
             made = self.settings = self.read(list(seqs))
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
             self.rule, self.requests = drawn[0] if drawn else "greedy", tuple([s.request.id for s in seqs])
-            free = all(s.request.drafters is None and s.request.limits.nothing for s in seqs)
-            self.facts = _facts(one=len(seqs) == 1, free=free, raw=made.raw)
+            one, self.picky, self.narrow = len(seqs) == 1, any(s.request.drafters is not None for s in seqs), None
+            served = not self.picky or (one and self.jit.source is None)  # by a plan that names nobody else; a program of one's own may
+            self.facts = _facts(one=one, free=served and all(s.request.limits.nothing for s in seqs), raw=made.raw)
             self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
             self.off = bool(self.drafters) and not self.heard
         return self.settings
+
+    def _narrowed(self, seqs: list[Sequence], plan: Plan, reason: str) -> tuple[Plan, str]:
+        """A plan without the drafters that none of the batch wants."""
+        if self.narrow is None or self.narrow[0] is not plan:
+            wanted = tuple([one for one in plan.drafters if any(allowed(s, one[0]) for s in seqs)])
+            self.narrow = plan, plan if len(wanted) == len(plan.drafters) else Plan(wanted, plan.budget if wanted else 0)
+        left = self.narrow[1]
+        return left, reason if left.drafters else "off:request"
 
     def _write(self, seqs: list[Sequence], draft: Draft, outcome: Outcome, scores: Scores) -> list[list[int]]:
         """Add what was decided to the texts, each token with its origin. Returns the new tokens of each row."""
