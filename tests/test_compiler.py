@@ -15,11 +15,14 @@ from xdsl.dialects.builtin import ModuleOp
 import outrider
 from outrider.compiler import jit as jit_module
 from outrider.compiler.pipeline import BACK, FRONT, PASSES, Pipeline, passes
-from outrider.control.fixed import Told
+from outrider.control.fixed import Told, fixed
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan, Request, SamplingParams
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import ModelDrafter
 from outrider.ir.text import parse, programs, show
 from outrider.measure.cost import best_tree
+from outrider.models.toy import ToyModel
 from outrider.runtime import engine as engine_module
 from outrider.runtime.engine import Engine
 
@@ -199,6 +202,57 @@ def test_who_is_made_of_a_controller_that_only_tells_is_asked(hot: int | None) -
     for control, reason in ((Picky, "picked"), (Told, "random")):
         _, records, _ = written(lambda rule: parse(pruned), lambda: ALL, "greedy", control=control, hot=hot)
         assert {r.reason for r in records if any(r.drafted) or any(r.trimmed)} == {reason}
+
+
+OWN = (
+    TWICE.replace('"model" on %text depth 3', '"small" on %text depth 2', 1)
+    .replace('"model"', '"lookup"')
+    .replace('  %c = outrider.propose "weak" on %text depth 3 width 1 : point\n', "")
+)
+
+
+@pytest.mark.parametrize("hot", [None, 0])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "wishes", [[{"lookup"}], [{"small"}], [set()], [None], [{"lookup"}, None], [{"small"}, {"lookup"}], [set(), {"small"}]], ids=str
+)
+def test_nobody_drafts_for_who_does_not_want_it(wishes: list[set[str] | None], own: bool, hot: int | None) -> None:
+    """One request that names its drafters is served by plans that name no others, and its steps are usual ones; a program of one's own names whom it will."""
+    texts = []
+    for plan in (Plan(), Plan((("lookup", 3, 1), ("small", 2, 1)))):
+        target, small = (ToyModel(13, 2, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))
+        parts = {"lookup": Lookup(floor=0.0), "small": ModelDrafter(small, "small", 13)}
+        engine = Engine(target, parts, fixed(plan), 2, hot=hot, source=(lambda rule: parse(OWN)) if own and plan.drafters else None)
+        seqs = [
+            engine.submit(
+                Request(str(n), (1, 2, 3, 1 + n, 2), SamplingParams(max_tokens=40), n, "greedy", drafters=None if w is None else frozenset(w))
+            )
+            for n, w in enumerate(wishes)
+        ]
+        while engine.step():
+            pass
+        texts.append([seq.tokens for seq in seqs])
+    assert texts[0] == texts[1]
+    for seq, wish in zip(seqs, wishes, strict=True):
+        at = {(r.draft.source[n], r.draft.row[n] == r.requests.index(seq.request.id)) for r in seq.records for n in range(len(r.draft))}
+        drafted = {name for name, bit in engine.bits.items() if any(source & bit and its for source, its in at)}
+        assert drafted == (set(engine.bits) if wish is None else wish)
+    if len(wishes) == 1 and not own:
+        names = {"lookup", "small"} if wishes[0] is None else wishes[0]
+        assert engine.facts[0].free and all({name for name, _, _ in r.plan.drafters} == names for r in seqs[0].records)
+        assert {r.reason for r in seqs[0].records} == {"fixed" if names else "off:request"}
+
+
+def test_who_follows_wants_others() -> None:
+    """One request after the other, under one plan: what is left of it is each one's own."""
+    target, small = (ToyModel(13, 1, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))
+    parts = {"lookup": Lookup(floor=0.0), "small": ModelDrafter(small, "small", 13)}
+    engine = Engine(target, parts, fixed(Plan((("lookup", 3, 1), ("small", 2, 1)))), 1, hot=0)
+    for name in ("lookup", "small", "lookup"):
+        seq = engine.submit(Request(name, (1, 2, 3, 1, 2), SamplingParams(max_tokens=20), 1, "greedy", drafters=frozenset({name})))
+        while engine.step():
+            pass
+        assert {source for r in seq.records for source in r.draft.source} == {engine.bits[name]}
 
 
 def test_a_loaded_runtime_has_the_code_of_its_plans() -> None:
