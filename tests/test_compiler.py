@@ -217,7 +217,7 @@ OWN = (
     "wishes", [[{"lookup"}], [{"small"}], [set()], [None], [{"lookup"}, None], [{"small"}, {"lookup"}], [set(), {"small"}]], ids=str
 )
 def test_nobody_drafts_for_who_does_not_want_it(wishes: list[set[str] | None], own: bool, hot: int | None) -> None:
-    """One request that names its drafters is served by plans that name no others, and its steps are usual ones; a program of one's own names whom it will."""
+    """One request that names its drafters is served by plans that name no others, and its steps are usual ones; so is one's own program."""
     texts = []
     for plan in (Plan(), Plan((("lookup", 3, 1), ("small", 2, 1)))):
         target, small = (ToyModel(13, 2, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))

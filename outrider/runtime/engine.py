@@ -142,8 +142,7 @@ class Engine:
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
             self.rule, self.requests = drawn[0] if drawn else "greedy", tuple([s.request.id for s in seqs])
             one, self.picky, self.narrow = len(seqs) == 1, any(s.request.drafters is not None for s in seqs), None
-            served = not self.picky or (one and self.jit.source is None)  # by a plan that names nobody else; a program of one's own may
-            self.facts = _facts(one=one, free=served and all(s.request.limits.nothing for s in seqs), raw=made.raw)
+            self.facts = _facts(one=one, free=(one or not self.picky) and all(s.request.limits.nothing for s in seqs), raw=made.raw)
             self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
             self.off = bool(self.drafters) and not self.heard
         return self.settings
