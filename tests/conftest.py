@@ -24,9 +24,8 @@ assert host.tier == ("python:off" if os.environ["OUTRIDER_HOST"] == "python" els
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_machine():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            compiled, "start" if host.tier == "native" else "start_builder", lambda *_, **__: None
-        )  # machine code asks nobody for its own functions
+        started = "start" if host.tier == "native" else "start_builder"  # machine code asks nobody for its own functions
+        patch.setattr(compiled, started, lambda *_, **__: None)
         patch.setattr(machine, "fastest_dtype", lambda candidates: "float32")
         patch.setattr(profiler, "PATIENCE", 0.0)
         yield
