@@ -38,8 +38,9 @@ MAKE = """import os, sys
 from mypyc.build import mypycify
 from setuptools import Extension, setup
 made = mypycify(["--config-file=types.ini", *sys.argv[2:]], opt_level="2") if sys.argv[2:] else []
-for one in made:  # what calls itself need not be found by name, and is not looked up where it lies
-    one.extra_compile_args += ["-fvisibility=hidden", "-fno-semantic-interposition", "-fno-plt"] if os.name == "posix" else []
+direct = ["-fvisibility=hidden", "-fno-semantic-interposition", "-fno-plt"] if os.name == "posix" else []
+for one in made:  # functions that call each other need not be found by name; the list that they have is one for all
+    one.extra_compile_args = [*one.extra_compile_args, *direct]
 how = ["-O3", "-fopenmp-simd", "-fno-fast-math", "-ffp-contract=off"]  # whatever CFLAGS say
 libraries = ["m"] if os.name == "posix" else []
 made.append(Extension(sys.argv[1], [sys.argv[1].replace(".", "/") + ".c"], libraries=libraries, extra_compile_args=how))
