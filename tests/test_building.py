@@ -103,7 +103,7 @@ def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch
 @pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
 @pytest.mark.parametrize(("head", "hidden", "independent"), [(64, 64, True), (64, 48, False), (8, 64, False)])
 @pytest.mark.parametrize("threads", [1, 5])
-def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_are_the_house_s(
+def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_make_them_so(
     threads, head, hidden, independent, tmp_path, monkeypatch
 ):
     """Every product's outputs must fill blocks, one for each thread, and every head the attention's; weights lie beside the code, to be shared."""

@@ -30,7 +30,7 @@ from outrider.models.kv import slots_for
 from outrider.models.package import Package, seconds_of, seconds_of_each
 from outrider.models.step import Prefill, Step
 
-VERSION = 9  # of what is built here: raise it when a package of before must not be used
+VERSION = 10  # of what is built here: raise it when a package of before must not be used
 PREFILL = "prefill"
 STEPS, SHAPES = ("any", "one"), ("any", "one", PREFILL)  # those that tell logits; all, in the order in which they are built
 BUILDER = "outrider.models.builder"  # the module that a process runs to build them
