@@ -187,10 +187,15 @@ def test_products_of_few_rows_are_right_at_every_width(k, n, dtype, tiles, tmp_p
 @pytest.mark.slow
 @pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
 @pytest.mark.parametrize(("dims", "rows", "heads", "share"), [(64, 1, 2, 3), (128, 3, 2, 1), (192, 2, 1, 5)])
-def test_attention_of_pairs_is_right_whatever_stands_beside(dims, rows, heads, share, tmp_path):
+@pytest.mark.parametrize("tiles", [False, True])
+def test_attention_of_pairs_is_right_whatever_stands_beside(tiles, dims, rows, heads, share, tmp_path, monkeypatch):
     """The kernel alone, as the builder asks for it, against float64: 1 to 9 columns, slots that fill no tile, rows far apart in memory, scores that grow
     and fall. A column's result is the same bits alone, among others, and with more slots behind that it does not see; NaN stays NaN."""
     from outrider.models.attention import attention
+
+    if tiles and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no tiles")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
 
     def given(width: int, slots: int, capacity: int = 320) -> tuple[torch.Tensor, ...]:
         random = torch.Generator().manual_seed(width * slots)

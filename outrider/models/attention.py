@@ -1,5 +1,6 @@
 """Attention of few columns over many slots in bfloat16, for CPUs that multiply pairs: torch's own takes three to eight times as long for the rows
-of a verification. A template of Inductor's, around the same kernel that multiplies weights (`microkernel`).
+of a verification. A template of Inductor's, around the same kernel that multiplies weights: the house's (`microkernel`), or Inductor's own where the processor
+has tiles (AMX).
 
 Tiles of 64 slots are laid out for that kernel once for all rows that share a key head; each row keeps its greatest score and the sums
 over it (Milakov & Gimelshein 2018, as in FlashAttention, 2205.14135). A row's result depends neither on how many rows there are nor on hidden slots
@@ -102,7 +103,7 @@ static inline void {{name}}_weigh(const float* s, const at::BFloat16* mask, int6
 }
 
 extern "C" {{kernel.def_kernel(inputs={"query": query, "key": key, "value": value, "mask": mask}, outputs={"out": out})}} {
-    constexpr int64_t D = {{dims}}, T = {{block}}, R = 16;  // dims, slots a tile, rows that share one
+    constexpr int64_t D = {{dims}}, T = {{block}}, R = 16, N = {{columns}};  // dims, slots a tile, rows that share one, columns of a product
     const int64_t heads = {{kernel.size(query, 1)}}, rows = {{kernel.size(query, 2)}}, width = {{kernel.size(mask, 2)}}, slots = {{kernel.size(key, 2)}};
     const int64_t k_slot = {{kernel.stride(key, 2)}}, v_slot = {{kernel.stride(value, 2)}}, parts = (rows + R - 1) / R;
     #pragma omp parallel for
@@ -115,6 +116,7 @@ extern "C" {{kernel.def_kernel(inputs={"query": query, "key": key, "value": valu
         std::fill(top, top + n, -std::numeric_limits<float>::infinity());
         std::fill(sum, sum + n, 0.f);
         std::fill(o, o + n * D, 0.f);
+        {{product.codegen_init(kernel)}}
         for (int64_t at = 0; at < slots; at += T) {
             const int64_t here = std::min(T, slots - at);
             for (int64_t g = 0; g < T; g += 16)
@@ -124,11 +126,12 @@ extern "C" {{kernel.def_kernel(inputs={"query": query, "key": key, "value": valu
                 for (int64_t d = 0; d < D; d += 32)
                     {{name}}_pair(j < here ? v + (at + j) * v_slot + d : nullptr, j + 1 < here ? v + (at + j + 1) * v_slot + d : nullptr,
                                   vt + d / T * T * T + j * T + 2 * (d % T));
-            {{name}}_product<false>(q, kt, s, n, T, D, D, T, T);
+            for (int64_t c = 0; c < T; c += N) {{name}}_product<false>({{state}}q, kt + 2 * c, s + c, n, N, D, D, T, T);
             for (int64_t r = 0; r < n; ++r)
                 {{name}}_weigh(s + r * T, &{{kernel.index(mask, ["b", 0, "(first + r) % width", "at"])}}, here, p + r * T, top + r, sum + r, o + r * D);
-            for (int64_t d = 0; d < D; d += T) {{name}}_product<true>(p, vt + d * T, o + d, n, T, T, T, T, D);
+            for (int64_t d = 0; d < D; d += N) {{name}}_product<true>({{state}}p, vt + d / T * T * T + 2 * (d % T), o + d, n, N, T, T, T, D);
         }
+        {{product.codegen_finalize(kernel)}}
         for (int64_t r = 0; r < n; ++r)
             for (int64_t d = 0; d < D; d += 16)
                 _mm256_storeu_si256(
@@ -181,6 +184,7 @@ def _operator() -> Any:
 def _teach(operator: Any, rows: Any) -> None:
     """Teach Inductor to make code of `attend`."""
     from torch._inductor import ir
+    from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX
     from torch._inductor.codegen.cpp_template import CppTemplate
     from torch._inductor.codegen.cpp_utils import GemmBlocking
     from torch._inductor.lowering import register_lowering
@@ -194,11 +198,14 @@ def _teach(operator: Any, rows: Any) -> None:
             if epilogue_nodes:
                 raise TypeError("attend has no loop that what follows it could join")  # the builder then takes torch's attention
             query, key, value, mask = self.input_nodes
-            product = rows(f"{kernel.kernel_name}_product", torch.bfloat16, torch.bfloat16, torch.float, torch.float, GemmBlocking(8, BLOCK, 2))
-            product.ahead = 0  # tiles are near
+            tiles = torch.cpu._is_amx_tile_supported()
+            blocks, taken = GemmBlocking(16, 32, 32) if tiles else GemmBlocking(8, BLOCK, 2), CppMicroGemmAMX if tiles else rows
+            product: Any = taken(f"{kernel.kernel_name}_product", torch.bfloat16, torch.bfloat16, torch.float, torch.float, blocks)
+            product.ahead = 0  # what it reads is near
             text: str = self._template_from_string(SOURCE).render(
-                template=self, kernel=kernel, name=kernel.kernel_name, product=product, query=query, key=key, value=value, mask=mask,
-                out=template_buffer_node or self.output_node, scale=float(self.scale), dims=int(query.get_size()[-1]), block=BLOCK,
+                template=self, kernel=kernel, name=kernel.kernel_name, product=product, state="".join(product.get_kernel_extra_args()),
+                query=query, key=key, value=value, mask=mask, out=template_buffer_node or self.output_node, scale=float(self.scale),
+                dims=int(query.get_size()[-1]), block=BLOCK, columns=blocks.block_n,
             )  # fmt: skip
             return text
 
