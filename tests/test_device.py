@@ -76,7 +76,7 @@ def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noi
     """Token for token and score for score, over a whole text, on the host and on the device: caches of nodes that others had guessed too are found again."""
     plans = [Plan((("lookup", 3, 1), ("model", depth, 1))), Plan((("model", depth, 1),))]
     with monkeypatch.context() as single:
-        single.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+        single.setattr(ModelDrafter, "_ahead", lambda *asked, **more: 1)
         wanted = [records(name, plan, noise) for plan in plans]
     assert [records(name, plan, noise) for plan in plans] == wanted
     request.getfixturevalue("far")
@@ -94,7 +94,7 @@ def test_a_chain_of_races_made_in_one_call_is_the_chain_of_single_levels(name, s
     asked = {"rule": "coupled", "seed": 5, **settings}
     plans = [Plan((("lookup", 3, 1), ("model", 4, 1))), Plan((("model", 6, 1),))]
     with monkeypatch.context() as single:
-        single.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+        single.setattr(ModelDrafter, "_ahead", lambda *asked, **more: 1)
         end = records(name, plans[1], 0.2, **asked)[1][20]
         wanted = [records(name, plan, 0.2, **asked, **ends) for plan in plans for ends in ({}, {"ends": frozenset({end})})]
     calls, chain = [], HFModel.chain
@@ -125,7 +125,7 @@ def test_a_chain_that_ran_past_an_end_token_leaves_no_nodes_behind(name, far, mo
 
     asked = [(plan, frozenset({end})) for plan in told for end in sorted(set(records(name, told[0], 0.2)[1]))[:4]]
     with monkeypatch.context() as single:
-        single.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+        single.setattr(ModelDrafter, "_ahead", lambda *asked, **more: 1)
         wanted = [nodes(*how) for how in asked]
     assert [nodes(*how) for how in asked] == wanted
     assert any(token in some for (drafts, _), (_, some) in zip(wanted, asked, strict=True) for tokens, *_ in drafts for token in tokens[:2])
@@ -184,7 +184,7 @@ def test_a_chain_that_is_asked_between_guesses_ends_where_single_levels_do(level
             fixed_costs.setattr(controller.tables, "chance", lambda page, name, depth, score, history: 0.9 - 100 * score % 0.3)
             fixed_costs.setattr(drafter, "extend", lambda *asked, **more: calls.append(1) or extend(*asked, **more))
             if single:
-                fixed_costs.setattr(ModelDrafter, "_ahead", lambda *asked: 1)
+                fixed_costs.setattr(ModelDrafter, "_ahead", lambda *asked, **more: 1)
             seq, spent = engine.submit(request(LOOP, max_tokens=60)), []
             while seq.finish_reason is None:
                 engine.step()
@@ -194,6 +194,21 @@ def test_a_chain_that_is_asked_between_guesses_ends_where_single_levels_do(level
     one, many = told(True), told(False)
     assert one[:2] == many[:2] and one[2] > many[2]
     assert len({len(tokens) for tokens, *_ in one[0]}) > 1, "they do not all end alike"
+
+
+def test_a_chain_beside_the_guesses_of_others_is_made_in_one_call_where_nobody_asks(monkeypatch):
+    """Always the same plan: a call a step. The scheduler is asked at each guess."""
+    extend, plan = ModelDrafter.extend, Plan((("lookup", 3, 1), ("model", 4, 1)))
+    calls: list[int] = []
+    monkeypatch.setattr(
+        ModelDrafter, "extend", lambda self, seqs, draft, *how, **more: calls.append(len(draft)) or extend(self, seqs, draft, *how, **more)
+    )
+    drafts, _, _ = records("llama", plan, 0.2)
+    assert len(calls) == sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts) and any(calls)
+    monkeypatch.setattr(type(fixed(plan)), "asks", True)
+    calls.clear()
+    drafts, _, _ = records("llama", plan, 0.2)
+    assert len(calls) > sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts)
 
 
 def test_a_drafter_waits_to_be_asked_where_guesses_have_a_floor():

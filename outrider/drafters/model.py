@@ -62,7 +62,7 @@ class ModelDrafter:
             return draft
         one = width == 1 and self.model.spec.vocab_size <= self.vocab
         simple = settings.raw and one
-        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings)) > 1:
+        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings, asks=on is not None)) > 1:
             return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
@@ -87,10 +87,10 @@ class ModelDrafter:
         raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
 
-    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings) -> int:
-        """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if nobody drafted before and the
-        request asks for no floor, which is looked at between calls. Whose guesses are drawn from what the verdict must know (`exact`), or elsewhere than here, goes
-        level by level."""
+    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings, *, asks: bool) -> int:
+        """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if nobody drafted before or nobody
+        asks at each whether one more is wanted, and the request asks for no floor, which is looked at between calls. Whose guesses are drawn from what the
+        verdict must know (`exact`), or elsewhere than here, goes level by level."""
         if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
             return 1
         levels = min(levels, self.model.spec.context - self._end(seqs, draft, frontier[0]))
@@ -98,7 +98,7 @@ class ModelDrafter:
             return min(levels, AHEAD) if settings.raw else 1
         if not (settings.raw or settings.coupled[0]):
             return 1
-        return 1 if draft.token or seqs[0].request.limits.floor else levels
+        return 1 if (draft.token and asks) or seqs[0].request.limits.floor else levels
 
     def _chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
