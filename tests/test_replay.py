@@ -330,9 +330,15 @@ def test_what_was_verified_after_a_wrong_guess_was_wasted_too() -> None:
 
 
 def test_a_contest_has_all_and_the_warm_are_better() -> None:
-    of = trace(1, costs(linear(0.1), {"a": linear(0.0, 0.01)}), {"a": lambda t, d: 0.9 if t // 3 % 2 else 0.2}, texts=3, length=200)
-    found = contest(of, 100)
+    """Than the cold in the mean of some traces: one may flatter them."""
+    traces = [
+        trace(seed, costs(linear(0.1), {"a": linear(0.0, 0.01)}), {"a": lambda t, d: 0.9 if t // 3 % 2 else 0.2}, texts=3, length=200)
+        for seed in (1, 2, 3, 4)
+    ]
+    contests = [contest(of, 100) for of in traces]
+    found = contests[0]
     assert list(found) == list(LADDER) and found["static"]["cold"]["auc"] > 0.7
     assert found["logistic"]["warm"]["brier"] < found["logistic"]["cold"]["brier"] + 0.02
-    assert found["logistic"]["warm"]["speed"] > 1.2 and found["logistic"]["warm"]["speed"] > found["logistic"]["cold"]["speed"]
+    cold, warm = ([own["logistic"][how]["speed"] for own in contests] for how in ("cold", "warm"))
+    assert min(warm) > 1.2 and sum(warm) > sum(cold)
     assert len(championship.markdown(found).splitlines()) == 2 + 2 * len(LADDER)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
-from outrider.control.rows import DEAR, GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.rows import DEAR, GUESSES, LOST, NEAR, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
 from outrider.control.starts import Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
@@ -23,7 +23,7 @@ from outrider.measure.cost import CALM, DEEPEST, Situation, situation
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
 OFF = Plan()
-REACHES = (WHOLE, 2 * WHOLE, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
+REACHES = (NEAR, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 FRESH = 0.2  # weight of one request in what looks were worth in those before
 THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again
 SOUND = 8  # steps of a rest, from which on those before the last of them are neither noted nor settled one by one

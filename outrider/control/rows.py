@@ -13,7 +13,7 @@ from outrider.measure.trace import verdicts
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
-WHOLE = 8  # nodes deep that every draft is looked at
+WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LOST = 4  # times as seldom, where they did not pay in the requests before either
 
@@ -30,7 +30,7 @@ class Row:
     rest: dict[str, int] = field(default_factory=dict)
     vain: dict[str, int] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)
-    reach: int = WHOLE
+    reach: int = NEAR
     sure: dict[str, float] = field(default_factory=dict)
     owing: dict[str, list[float]] = field(default_factory=dict)
     worth: float = 0.0
@@ -104,7 +104,7 @@ def remember(rows: list[Row], record: StepRecord, prices: dict[str, float]) -> N
         _judged(rows, record)
     for r, row in enumerate(rows):
         kept = record.drafted[r]
-        row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else WHOLE
+        row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else NEAR
         for name in record.levels:
             row.read[name] = record.context[r] + record.emitted[r]
             if kept:
