@@ -197,18 +197,21 @@ def test_a_chain_that_is_asked_between_guesses_ends_where_single_levels_do(level
 
 
 def test_a_chain_beside_the_guesses_of_others_is_made_in_one_call_where_nobody_asks(monkeypatch):
-    """Always the same plan: a call a step. The scheduler is asked at each guess."""
-    extend, plan = ModelDrafter.extend, Plan((("lookup", 3, 1), ("model", 4, 1)))
+    """Always the same plan: a call a step. Who is asked at each guess does not see what others have guessed there: then it is a call a level."""
+    extend, chain, plan = ModelDrafter.extend, HFModel.chain, Plan((("lookup", 3, 1), ("model", 4, 1)))
     calls: list[int] = []
+    beside: list[int] = []
     monkeypatch.setattr(
         ModelDrafter, "extend", lambda self, seqs, draft, *how, **more: calls.append(len(draft)) or extend(self, seqs, draft, *how, **more)
     )
+    monkeypatch.setattr(HFModel, "chain", lambda self, seqs, draft, *how: beside.append(len(draft)) or chain(self, seqs, draft, *how))
     drafts, _, _ = records("llama", plan, 0.2)
-    assert len(calls) == sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts) and any(calls)
+    assert len(calls) == sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts) and any(calls) and any(beside)
     monkeypatch.setattr(type(fixed(plan)), "asks", True)
     calls.clear()
+    beside.clear()
     drafts, _, _ = records("llama", plan, 0.2)
-    assert len(calls) > sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts)
+    assert len(calls) > sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts) and not any(beside)
 
 
 def test_a_drafter_waits_to_be_asked_where_guesses_have_a_floor():
