@@ -229,6 +229,14 @@ def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monke
     assert used == ["any"] * 40 if singles is None else used == ["any"] * singles + ["one"] * (40 - singles)
 
 
+def test_a_package_asks_the_system_for_the_processor_s_tiles(built, monkeypatch):
+    """By itself: nobody need have multiplied in this process before."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(1))
+    package.Package(built / "any.pt2", {}, True)
+    assert asked
+
+
 def test_weights_that_are_packed_alike_are_held_once(served, built):
     """Where Inductor packs for both packages, the narrow one has none of its own; what packages hold beside the model's weights is counted."""
     model = {w.data_ptr() for w in (*served.module.parameters(), *served.module.buffers())}

@@ -244,17 +244,8 @@ class Forest:
         """One call of a drafter. Tokens of nodes that it may not find are veiled from it."""
         now, full, bit, controller = self.now, self.full, self.parts.bits[name], self.parts.controller
         veiled = replace(full, token=[VEILED if n in hidden else t for n, t in enumerate(full.token)]) if hidden else full
-        made = self.parts.drafters[name].extend(
-            now.seqs,
-            veiled,
-            frontier,
-            width,
-            bit,
-            now.settings,
-            now.noise,
-            levels=levels,
-            on=controller.on if getattr(controller, "asks", True) else None,
-        )
+        on = controller.on if getattr(controller, "asks", True) else None
+        made = self.parts.drafters[name].extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=on)
         self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
 
     def _grown(self, name: str, levels: int, before: int, seen: list[int]) -> list[int]:

@@ -31,6 +31,7 @@ class Package:
     """
 
     def __init__(self, file: Path, known: dict[str, Tensor], frozen: bool) -> None:
+        torch.cpu._init_amx()  # Linux lends a processor's tiles to a process that asks; without, code that has them would end it
         self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
         self.threads = torch.get_num_threads()
         carried = _carried(file) if frozen else {}
