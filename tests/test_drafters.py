@@ -262,8 +262,8 @@ def test_a_run_below_a_place_is_grown_node_by_node(seed):
         end = next(n for n in range(len(want)) if want.parent[n] == end and want.token[n] == token and want.kind[n] == POINT)
     grown = tree.run(draft, place, tokens, 8, scores[: len(tokens)])
     assert grown == want
-    assert tree.descend(grown, place, tokens) == end
     path = tree.ancestors(grown, end)[len(tree.ancestors(grown, place)) :]
+    assert tree.below(grown, place, tokens) == path and tree.below(draft, place, tokens) == [n for n in path if n < len(draft)]
     assert grown.text(path) == tokens and all(grown.source[n] & 8 for n in path)
     assert [s & 8 for s in draft.source] == [0] * len(draft), "the draft it grew from is as it was"
 

@@ -1,6 +1,7 @@
 """Law: a race run in machine code has the winner and the share that Python's has, and is run only where it reads what Python would."""
 
 import importlib.util
+import random
 import shutil
 import subprocess
 import sys
@@ -219,7 +220,7 @@ def test_drafter_and_verdict_race_alike(races, monkeypatch):
 
 @pytest.mark.parametrize("windows", [(None,), (None, 70, None), (9,)], ids=str)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windows):
+def test_a_tree_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windows):
     """Tails of one token and more, from no node to as many as a step may have, row after row into the same tables; what does not fit, or sees not all, is Python's."""
     rng = np.random.default_rng(seed)
     asked, found = [], []
@@ -227,14 +228,16 @@ def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, wind
     text = rng.integers(0, 1 << 40, 200).tolist()
     for module in (None, SimpleNamespace(laid=lambda *given: asked.append(given) or made.laid(*given))):
         monkeypatch.setattr(kv_module, "races", module)
-        rows, told = Rows("m", 2, 50, None, windows), []
+        rows, told, shape = Rows("m", 2, 50, None, windows), [], random.Random(seed)
         seqs = [Sequence(Request(str(r), tuple(text[r : r + 20]), SamplingParams(), 0, "greedy"), text[r : r + 20]) for r in range(2)]
         for seq in seqs:
             rows.open(seq).text = seq.tokens[:17]
         for count, tail in zip(counts, tails, strict=True):
             for seq in seqs:
                 rows.of(seq).text = seq.tokens[: len(seq.tokens) - tail]
-                draft = tree.run(Draft(rows=1), -1, text[100 : 100 + count], 1, [0.5] * count)
+                draft = Draft(rows=1)
+                for n in range(count):  # chains, bushes, and what lies between
+                    draft = tree.grow(draft, [n - 1 if seed % 3 == 0 else shape.randrange(-1, n)], [text[100 + n]], 1)
                 layout = rows.layout([seq], draft, tree.all_places(draft))
                 (block,), row = layout.blocks, rows.of(seq)
                 told.append((block.first, block.table.tolist(), block.read, block.kept, layout.at, row.base, dict(row.scratch), row.resumed))
@@ -250,13 +253,15 @@ def test_only_tokens_that_are_there_are_laid_out(made):
     table = np.zeros((80, 5), np.int64)
     for start, count in ((-1, 0), (4, 0), (0, -1), (0, 3), (0, MAX_NODES + 1)):
         with pytest.raises(IndexError):
-            made.laid(table.ctypes.data, 1, [1, 2, 3], start, [4, 5], count)
+            made.laid(table.ctypes.data, 1, [1, 2, 3], start, [4, 5], [-1, 0], count)
     with pytest.raises(IndexError):
-        made.laid(table.ctypes.data, 1, [1], 0, [0] * (MAX_NODES + 1), MAX_NODES + 1)
-    with pytest.raises(TypeError):
-        made.laid(table.ctypes.data, 1, (1, 2), 0, [], 0)
-    with pytest.raises(TypeError):
-        made.laid(table.ctypes.data, 1, [1], 0)
+        made.laid(table.ctypes.data, 1, [1], 0, [0] * (MAX_NODES + 1), list(range(-1, MAX_NODES)), MAX_NODES + 1)
+    for parents in ([-1], [-1, 1], [0, -1]):  # too few, or not before their children
+        with pytest.raises(IndexError):
+            made.laid(table.ctypes.data, 1, [1], 0, [4, 5], parents, 2)
+    for given in (((1, 2), 0, [], [], 0), ([1], 0, [], (), 0), ([1], 0), ([1], 0, [2], ["x"], 1)):
+        with pytest.raises(TypeError):
+            made.laid(table.ctypes.data, 1, *given)
     assert not table.any()
     with pytest.raises(TypeError):
-        made.laid(table.ctypes.data, 1, ["x"], 0, [], 0)
+        made.laid(table.ctypes.data, 1, ["x"], 0, [], [], 0)

@@ -1,5 +1,6 @@
 """The table of a step: what each column sees, by brute force, and where the places of a forward come back."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,15 +86,17 @@ def test_all_64_nodes_of_a_step_have_a_bit(window):
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("tail", [1, 3])
 @pytest.mark.parametrize("count", [1, 4, 5, 39])
-def test_a_chain_is_laid_out_as_any_tree_is(window, tail, count, monkeypatch):
+@pytest.mark.parametrize("bushy", [False, True])
+def test_a_tree_is_laid_out_at_once_as_it_is_place_by_place(window, tail, count, bushy, monkeypatch):
     """Columns, what is remembered as scratch, and where the places are, also where a window ends or the row is full."""
     found = []
     for short in (True, False):
         if not short:
-            monkeypatch.setattr(tree, "straight", lambda draft: False)
+            monkeypatch.setattr(tree, "ascending", lambda places: False)
         rows = Rows("m", 1, 20, NoStore(), (None, window))
         seqs = opened(rows, [18], tail)
         draft = tree.run(Draft(rows=1), -1, [t % 5 for t in range(MAX_NODES)], 1, [0.5] * MAX_NODES)
+        draft = replace(draft, parent=[max(n // 2 - 1, -1) for n in range(MAX_NODES)]) if bushy else draft
         layout = rows.layout(seqs, draft, [-1, *range(count)])
         found.append((layout.blocks[0].table.tolist(), layout.blocks[0].read, layout.at, rows.of(seqs[0]).scratch, rows.of(seqs[0]).base))
     assert found[0] == found[1]

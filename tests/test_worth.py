@@ -4,7 +4,9 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from contracts import random_draft
 
 from outrider.control import rows as memory
 from outrider.control.rows import LOOKS, LOST, SHARE, Row, looked
@@ -88,15 +90,22 @@ def test_verdicts_of_a_chain_are_those_of_its_nodes(seed: int) -> None:
     assert row.history == want
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_chain_is_walked_as_any_tree_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_walked_in_one_pass_is_walked_place_by_place(seed: int) -> None:
+    """Forests and chains: from each root on to the child that says what is chosen there, until none does."""
     rng = random.Random(seed)
-    draft = chain(rng, 9)
-    choice = [*draft.token[: rng.randint(0, len(draft))], *[rng.randrange(3) for _ in range(len(draft) + 1)]][: len(draft) + 1]
-    short = tree.follow(draft, choice)
-    monkeypatch.setattr(tree, "straight", lambda draft: False)
-    assert short == tree.follow(draft, choice)
-    assert not tree.straight(Draft(rows=2))
+    draft = chain(rng, 9) if seed % 4 == 0 else random_draft(np.random.default_rng(seed), rng.randint(1, 3), 3, rng.randint(0, 20))
+    choice = [rng.randrange(3) for _ in tree.all_places(draft)]
+    paths, bonus = [], []
+    for row in range(draft.rows):
+        place, path = ~row, []
+        while right := [n for n in range(len(draft)) if draft.parent[n] == place and draft.token[n] == choice[tree.index_of(place, draft.rows)]]:
+            (place,) = right
+            path.append(place)
+        paths.append(path)
+        bonus.append(choice[tree.index_of(place, draft.rows)])
+    before = choice[:]
+    assert tree.follow(draft, choice) == (paths, bonus) and choice == before
 
 
 def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:

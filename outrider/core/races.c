@@ -1,4 +1,4 @@
-/* A step's numbers, read and written where they lie: what a forward over a text's end and a chain is told (`laid`, as `kv.Rows` says), the tokens that it found
+/* A step's numbers, read and written where they lie: what a forward over a text's end and the nodes below it is told (`laid`, as `kv.Rows` says), the tokens that it found
 itself (`decided`), and who wins the race over the logits of one place (`won`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
 
 Of races the same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
@@ -205,31 +205,41 @@ done:
     return out;
 }
 
-/* laid(address, kinds, text, start, nodes, count): see races.pyi */
+/* laid(address, kinds, text, start, nodes, parents, count): see races.pyi */
 static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
-    int64_t *out = count == 6 ? PyLong_AsVoidPtr(given[0]) : NULL;
-    long kinds = count == 6 ? PyLong_AsLong(given[1]) : 0, start = count == 6 ? PyLong_AsLong(given[3]) : 0, below = count == 6 ? PyLong_AsLong(given[5]) : 0;
-    long end;
+    int64_t *out = count == 7 ? PyLong_AsVoidPtr(given[0]) : NULL;
+    long kinds = count == 7 ? PyLong_AsLong(given[1]) : 0, start = count == 7 ? PyLong_AsLong(given[3]) : 0, below = count == 7 ? PyLong_AsLong(given[6]) : 0;
+    uint64_t sees[64]; /* of each node, the slots on its path */
+    long depth[64], end;
     if (PyErr_Occurred())
         return NULL;
-    if (count != 6 || !PyList_Check(given[2]) || !PyList_Check(given[4])) {
-        PyErr_SetString(PyExc_TypeError, "laid takes an address, a number of kinds, and twice a list and a number");
+    if (count != 7 || !PyList_Check(given[2]) || !PyList_Check(given[4]) || !PyList_Check(given[5])) {
+        PyErr_SetString(PyExc_TypeError, "laid takes an address, a number of kinds, a list and a number, two lists and a number");
         return NULL;
     }
     end = PyList_GET_SIZE(given[2]);
-    if (start < 0 || start > end || below < 0 || below > PyList_GET_SIZE(given[4]) || below > 64) {
+    if (start < 0 || start > end || below < 0 || below > PyList_GET_SIZE(given[4]) || below > PyList_GET_SIZE(given[5]) || below > 64) {
         PyErr_SetString(PyExc_IndexError, "no such tokens");
         return NULL;
     }
+    for (long n = 0; n < below; ++n) {
+        long parent = PyLong_AsLong(PyList_GET_ITEM(given[5], n));
+        if (parent >= n)
+            PyErr_SetString(PyExc_IndexError, "a node comes after its parent");
+        if (parent >= n || PyErr_Occurred())
+            return NULL;
+        sees[n] = (parent < 0 ? 0 : sees[parent]) | (uint64_t)1 << n;
+        depth[n] = parent < 0 ? 1 : depth[parent] + 1;
+    }
     for (long p = start; p < end + below; ++p) {
-        long n = p - end; /* a node of the chain, from 0 on */
+        long n = p - end; /* a node, from 0 on */
         *out++ = PyLong_AsLongLong(n < 0 ? PyList_GET_ITEM(given[2], p) : PyList_GET_ITEM(given[4], n));
-        *out++ = p;
+        *out++ = n < 0 ? p : end - 1 + depth[n];
         *out++ = p;
         *out++ = n < 0 ? p + 1 : end;
         for (long kind = 0; kind < kinds; ++kind)
-            *out++ = n < 0 ? 0 : (int64_t)(((uint64_t)2 << n) - 1);
+            *out++ = n < 0 ? 0 : (int64_t)sees[n];
     }
     if (PyErr_Occurred())
         return NULL;

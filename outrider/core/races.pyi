@@ -1,8 +1,8 @@
 """Built of races.c."""
 
-def laid(address: int, kinds: int, text: list[int], start: int, nodes: list[int], count: int, /) -> None:
+def laid(address: int, kinds: int, text: list[int], start: int, nodes: list[int], parents: list[int], count: int, /) -> None:
     """Write the columns of one row's forward (int64 each: token, position, slot, upto, and what is seen, for so many `kinds` of windows; `kv.Block`) to a memory address that
-    has room for them: the text from `start` on, and the first `count` nodes of a chain below its end, each of which sees all before it."""
+    has room for them: the text from `start` on, and the first `count` nodes of a tree below its end (a parent below 0: the end itself), each of which sees all on its path."""
 
 def decided(address: int, places: int, at: list[int] | None, /) -> tuple[list[int], list[float]] | None:
     """The best token of some places, and its log-probability, by what a model's own step says of all `places` (`Scores.found`, float64) at a memory address. `at`: which,

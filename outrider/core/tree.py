@@ -121,14 +121,10 @@ def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[f
         return Draft(
             draft.rows, tokens[:], [place, *range(n - 1)], [~place] * n, list(range(1, n + 1)), [source] * n, [POINT] * n, [-1] * n, scores[:], draft.q
         )  # fmt: skip
-    sources = list(draft.source)
-    at = 0
-    while at < len(tokens):
-        twin = next((n for n in range(len(draft)) if draft.parent[n] == place and draft.token[n] == tokens[at] and draft.kind[n] == POINT), None)
-        if twin is None:
-            break
-        sources[twin] |= source
-        place, at = twin, at + 1
+    sources, twins = list(draft.source), below(draft, place, tokens)
+    for n in twins:
+        sources[n] |= source
+    place, at = twins[-1] if twins else place, len(twins)
     count, first = len(tokens) - at, len(draft)
     row, depth = (~place, 0) if place < 0 else (draft.row[place], draft.depth[place])
     return Draft(
@@ -138,11 +134,16 @@ def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[f
     )  # fmt: skip
 
 
-def descend(draft: Draft, place: int, tokens: list[int]) -> int:
-    """The node that a chain of points from `place` ends at."""
-    for token in tokens:
-        place = next(n for n in range(len(draft) - 1, -1, -1) if draft.parent[n] == place and draft.token[n] == token and draft.kind[n] == POINT)
-    return place
+def below(draft: Draft, place: int, tokens: list[int]) -> list[int]:
+    """The points that say these tokens, one below the other, from `place` on, as far as they are there. Parents stand before their children."""
+    found = list[int]()
+    for n in range(len(draft.token)):
+        if len(found) == len(tokens):
+            break
+        if draft.parent[n] == place and draft.token[n] == tokens[len(found)] and draft.kind[n] == POINT:
+            found.append(n)
+            place = n
+    return found
 
 
 def ancestors(draft: Draft, place: int) -> list[int]:
@@ -221,25 +222,13 @@ def follow(draft: Draft, choice: list[int]) -> tuple[list[list[int]], list[int]]
 
     Returns the accepted path of each row and the token chosen where it ends.
     """
-    if not draft.token:
-        return [[] for _ in choice], choice
-    if straight(draft):
-        right = 0
-        for token in draft.token:
-            if token != choice[right]:
-                break
-            right += 1
-        return [list(range(right))], [choice[right]]
-    table, paths, bonus = children(draft), [], []
-    for row in range(draft.rows):
-        place, path = ~row, []
-        while True:
-            wanted = choice[index_of(place, draft.rows)]
-            step = next((n for n in table.get(place, ()) if draft.token[n] == wanted), None)
-            if step is None:
-                break
-            path.append(step)
-            place = step
-        paths.append(path)
-        bonus.append(wanted)
+    rows, paths, bonus = draft.rows, list[list[int]](), choice[: draft.rows]
+    at = roots(rows)  # where each row's path ends so far
+    for _ in at:
+        paths.append([])
+    for n in range(len(draft.token)):  # parents stand before their children
+        row = draft.row[n]
+        if draft.parent[n] == at[row] and draft.token[n] == bonus[row]:
+            paths[row].append(n)
+            at[row], bonus[row] = n, choice[rows + n]
     return paths, bonus

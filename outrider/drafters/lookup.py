@@ -109,7 +109,7 @@ class Lookup:
         all_new = len(draft) + len(tokens)
         draft = tree.run(draft, place, tokens, source, chances[: len(tokens)])
         if tokens:
-            end = all_new - 1 if len(draft) == all_new else tree.descend(draft, place, tokens)
+            end = all_new - 1 if len(draft) == all_new else tree.below(draft, place, tokens)[-1]
             state.cursors[draft.parent[end], tokens[-1]] = last
         return draft
 

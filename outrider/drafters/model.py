@@ -114,7 +114,7 @@ class ModelDrafter:
         made = tree.run(draft, place, tokens, source, scores[: len(tokens)])
         if not draft.token and len(found) == len(tokens):
             return made
-        nodes = [tree.descend(made, place, tokens[: i + 1]) for i in range(len(tokens) - 1)] if draft.token else []
+        nodes = tree.below(made, place, tokens[:-1]) if draft.token else []
         names = dict(enumerate(nodes, first)) if nodes and nodes[0] != first else {}  # others had guessed the same
         names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes
         if names:

@@ -165,12 +165,12 @@ class Rows:
             for row in [self.of(seqs[~p]) for p in places if p < 0]:
                 row.resumed = row.base >= 0
         if len(places) == 1 and places[0] < 0 and not resume:  # the most frequent: a plain step, the first of a chain
-            return self._straight(seqs[~places[0]], draft, 0)
+            return self._anew(seqs[~places[0]], draft, 0)
         if len(places) == 1:
             row, columns = self._columns(seqs, draft, places[0])
             return Layout([self._line(row, columns)], None if len(columns) == 1 else [len(columns) - 1])
-        if not resume and tree.straight(draft) and tree.ascending(places):
-            return self._straight(seqs[0], draft, len(places) - 1)
+        if not resume and draft.rows == 1 and tree.ascending(places):
+            return self._anew(seqs[0], draft, len(places) - 1)
         lines: dict[int, list[Column]] = {}
         asked: list[tuple[int, int]] = []
         for place in places:
@@ -188,8 +188,8 @@ class Rows:
         at = [start[r] + c for r, c in asked]
         return Layout(blocks, None if at == list(range(size)) else at)
 
-    def _straight(self, seq: Sequence, draft: Draft, count: int) -> Layout:
-        """`layout` of one row's chain, root and `count` nodes: what most steps ask."""
+    def _anew(self, seq: Sequence, draft: Draft, count: int) -> Layout:
+        """`layout` of one row's root and first `count` nodes, none of them scored before: what most steps ask."""
         row = self.of(seq)
         start, end = len(row.text), len(seq.tokens)
         width = end - start + count
@@ -198,9 +198,9 @@ class Rows:
             columns = self._columns([seq], draft, -1)[1]
             columns += [self._node_column(row, n, draft.parent[n], draft.token[n]) for n in range(count)]
             return Layout([self._line(row, columns)], at)
-        row.base, row.scratch, row.resumed = end, {n: (2 << n) - 1 for n in range(count)}, False
+        row.base, row.scratch, row.resumed = end, _sights(draft.parent, count), False
         table = self._table(row.index, width)
-        races.laid(table.address, len(self.windows), seq.tokens, start, draft.token, count)
+        races.laid(table.address, len(self.windows), seq.tokens, start, draft.token, draft.parent, count)
         return Layout([Block(row.index, table.made, _bucket(end + count, self.capacity), width)], at)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
@@ -244,7 +244,11 @@ class Rows:
     def _line(self, row: Row, columns: list[Column]) -> Block:
         """`_block` of one row, in a table that is kept: what touches least memory takes least time."""
         table = self._table(row.index, len(columns))
-        table.numbers[:] = array("q", columns[0] if len(columns) == 1 else chain.from_iterable(columns))
+        if len(columns) == 1:
+            for i, number in enumerate(columns[0]):
+                table.numbers[i] = number
+        else:
+            table.numbers[:] = array("q", chain.from_iterable(columns))
         return Block(row.index, table.made, _bucket(row.base + len(row.scratch), self.capacity), len(columns))
 
     def _table(self, index: int, width: int) -> Table:
@@ -310,6 +314,15 @@ def _neighbours(by_index: dict[int, int]) -> Iterator[list[int]]:
         last = index
     if run:
         yield run
+
+
+def _sights(parents: list[int], count: int) -> dict[int, int]:
+    """Which scratch slots each of the first nodes sees, if they lie there in order."""
+    sees = dict[int, int]()
+    for n in range(count):
+        parent = parents[n]
+        sees[n] = (sees[parent] if parent >= 0 else 0) | 1 << n
+    return sees
 
 
 def _recent(sees: int, window: int) -> int:

@@ -36,21 +36,20 @@ class Aim:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values [rows, heads, capacity, d], zero at first (a NaN behind a mask would leak).
+    """One layer's keys and values [rows, heads, capacity, d]; of one slot, until `SlotCache.allocate` has seen their shapes.
 
     `rows`: the keys and values of the rows in the forward at hand, views of them.
     """
 
     is_compileable = True
 
-    def __init__(self, aim: Aim, count: int, capacity: int) -> None:
+    def __init__(self, aim: Aim, capacity: int) -> None:
         super().__init__()
-        self.aim, self.shape = aim, (count, capacity)
+        self.aim, self.capacity = aim, capacity
         self.rows: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        count, capacity = self.shape
-        self.keys, self.values = (x.new_zeros(count, x.shape[1], capacity, x.shape[3]) for x in (key_states, value_states))
+        self.keys, self.values = (x.new_zeros(x.shape[0], x.shape[1], 1, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -72,26 +71,36 @@ class SlotLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        return self.shape[1]
+        return self.capacity
 
 
 class SlotCache:
-    """The transformers Cache made of SlotLayers, and the Store that moves their slots."""
+    """The transformers Cache made of SlotLayers, and the Store that moves their slots.
+
+    `blocks`: their memory [keys and values, rows, heads, capacity, d], one block for all of one shape: what is moved is moved in all layers at once.
+    """
 
     def __init__(self, layers: int, rows: int, context: int) -> None:
-        self.aim, self.capacity = Aim(), slots_for(context)
-        self.layers = [SlotLayer(self.aim, rows, self.capacity) for _ in range(layers)]
+        self.aim, self.count, self.capacity = Aim(), rows, slots_for(context)
+        self.layers = [SlotLayer(self.aim, self.capacity) for _ in range(layers)]
         self.cache = Cache(layers=list(self.layers))
+        self.blocks: list[Tensor] = []
         self.views: dict[tuple[int, int], list[Tensor]] = {}
 
     @torch.inference_mode()
     def allocate(self, device: torch.device, probe: Callable[[Tensor], object]) -> None:
-        """Let the model show the shapes of its keys, and make room for them: `probe` runs one forward of a zero [1, 1]."""
+        """Let the model show the shapes of its keys, and make room for them, zero at first (a NaN behind a mask would leak): `probe` runs one forward of a
+        zero [1, 1]."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.aim.at(zero, 1)
         probe(zero)
-        for x in self._tensors():
-            x.zero_()
+        shown = self._tensors()
+        alike = {kind: [x for x in shown if _kind(x) == kind] for kind in map(_kind, shown)}
+        self.blocks = [some[0].new_zeros(len(some), self.count, heads, self.capacity, d) for (heads, d, _), some in alike.items()]
+        parts = dict(zip(alike, map(iter, self.blocks), strict=True))
+        made = iter([next(parts[_kind(x)]) for x in shown])
+        for layer in self._used():
+            layer.keys, layer.values, layer.rows = next(made), next(made), None
 
     def rows(self, first: int, count: int) -> list[Tensor]:
         """Keys and values of some rows, layer by layer, as views [count, heads, capacity, d]."""
@@ -102,29 +111,37 @@ class SlotCache:
     def use(self, rows: list[Tensor], slot: Tensor, read: int) -> None:
         """Aim the next forward at these rows."""
         self.aim.at(slot, read)
-        used = [layer for layer in self.layers if layer.is_initialized]
-        for i, layer in enumerate(used):
+        for i, layer in enumerate(self._used()):
             layer.rows = (rows[2 * i], rows[2 * i + 1])
 
+    def _used(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if layer.is_initialized]
+
     def _tensors(self) -> list[Tensor]:
-        return [x for layer in self.layers for x in (layer.keys, layer.values) if x is not None]
+        return [x for layer in self._used() for x in (layer.keys, layer.values) if x is not None]
 
     @property
     def bytes(self) -> int:
-        return sum(x.untyped_storage().nbytes() for x in self._tensors())
+        return sum(block.untyped_storage().nbytes() for block in self.blocks)
 
     @torch.inference_mode()
     def copy(self, source: int, goal: int, start: int, stop: int) -> None:
-        for x in self._tensors():
-            x[goal, :, start:stop] = x[source, :, start:stop]
+        for block in self.blocks:
+            block[:, goal, :, start:stop] = block[:, source, :, start:stop]
 
     @torch.inference_mode()
     def move(self, row: int, sources: Ints, start: int) -> None:
         index = torch.from_numpy(sources)
-        for x in self._tensors():
-            x[row, :, start : start + len(sources)] = x[row, :, index.to(x.device)]
+        for block in self.blocks:
+            slots = block[:, row]
+            slots[:, :, start : start + len(sources)] = slots.index_select(2, index.to(block.device))
 
     @torch.inference_mode()
     def swap(self, a: int, b: int, stop: int) -> None:
-        for x in self._tensors():
-            x[[a, b], :, :stop] = x[[b, a], :, :stop]
+        for block in self.blocks:
+            block[:, [a, b], :, :stop] = block[:, [b, a], :, :stop]
+
+
+def _kind(x: Tensor) -> tuple[int, int, torch.dtype]:
+    """What tensors [rows, heads, slots, d] of one block have in common."""
+    return x.shape[1], x.shape[3], x.dtype
