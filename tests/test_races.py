@@ -26,9 +26,11 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models import hf as hf_module
 from outrider.models import kv as kv_module
+from outrider.models import slots as slots_module
 from outrider.models.exits import EarlyExit
 from outrider.models.kv import Rows
 from outrider.models.load import wrap
+from outrider.models.slots import SlotCache
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import HERE, RACES
 from outrider.runtime.native_builder import MAKE
@@ -246,6 +248,58 @@ def test_a_tree_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windo
         found.append(told)
     assert found[0] == found[1]
     assert len(asked) == sum(all(w is None or w > count for w in windows) for count in counts) * 2
+
+
+SHAPES = [(2, 3, 3), (1, 5, 5), (2, 3, 5), (4, 1, 2)]  # heads, and entries of keys and of values, by layer: alike in nothing, in part, in all
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+@torch.inference_mode()
+def test_a_cache_is_moved_copied_and_exchanged_in_all_layers(made, monkeypatch, seed, dtype):
+    """Against each tensor by itself, in machine code and without; layers of one shape share a block, which nobody sees."""
+    rng, found = random.Random(seed), []
+    shapes = [rng.choice(SHAPES) for _ in range(5)]
+
+    def probe(layers: list) -> None:
+        for layer, (heads, key, value) in zip(layers, shapes, strict=True):
+            layer.update(torch.ones(1, heads, 1, key, dtype=dtype), torch.ones(1, heads, 1, value, dtype=dtype))
+
+    goals = range(20, 20 + rng.randint(1, 6))
+    sources = sorted(rng.sample(range(20, 40), len(goals)))
+    for module in (None, SimpleNamespace(moved=lambda *given: found.append(given) or made.moved(*given))):
+        monkeypatch.setattr(slots_module, "races", module)
+        cache = SlotCache(5, 3, 50)
+        cache.allocate(torch.device("cpu"), lambda _, layers=cache.layers: probe(layers))
+        rows = cache.rows(0, 3)
+        wanted = [(3, heads, cache.capacity, d) for heads, *both in shapes for d in both]
+        assert [tuple(x.shape) for x in rows] == wanted and not any(map(torch.any, rows)), "each layer its own shape, and nothing of the probe"
+        assert cache.bytes == sum(x.nbytes for x in rows) and len(cache.blocks) == len({x.shape for x in rows})
+        held = [x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(i))).clone() for i, x in enumerate(rows)]
+        cache.move(1, sources, goals[0])
+        cache.copy(1, 2, 3, 21)
+        cache.swap(0, 2, 30)
+        for x in held:
+            x[1, :, list(goals)] = x[1, :, sources]
+            x[2, :, 3:21] = x[1, :, 3:21]
+            x[[0, 2], :, :30] = x[[2, 0], :, :30]
+        assert all(map(torch.equal, held, rows))
+        assert all(layer.keys.data_ptr() == x.data_ptr() for layer, x in zip(cache.layers, rows[::2], strict=True))
+    assert len(found) == len(cache.blocks)
+
+
+def test_slots_are_moved_only_where_none_is_written_before_it_is_read(made):
+    table = np.arange(20, dtype=np.int64)
+    before = table.copy()
+    for sources, start in (([3], 4), ([5, 5], 4), ([6, 5], 4), ([4], -1), (list(range(65)), 0)):
+        with pytest.raises(ValueError):
+            made.moved(table.ctypes.data, 1, 0, 1, 0, 8, sources, start)
+    for given in ((1, 0, 1, 0, 8, (4,), 4), (1, 0, 1, 0, 8, [4]), (1, 0, 1, 0, 8, ["x"], 4)):
+        with pytest.raises(TypeError):
+            made.moved(table.ctypes.data, *given)
+    assert (table == before).all()
+    made.moved(table.ctypes.data, 1, 0, 1, 0, 8, [4, 6, 7], 4)
+    assert table.tolist() == [*range(5), 6, 7, *range(7, 20)]
 
 
 def test_only_tokens_that_are_there_are_laid_out(made):

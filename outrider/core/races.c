@@ -1,5 +1,5 @@
 /* A step's numbers, read and written where they lie: what a forward over a text's end and the nodes below it is told (`laid`, as `kv.Rows` says), the tokens that it found
-itself (`decided`), and who wins the race over the logits of one place (`won`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
+itself (`decided`), where the accepted ones' keys go (`moved`), and who wins the race over the logits of one place (`won`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
 
 Of races the same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
 finaliser; the noise is -log(-log(1 - w)). Exact numbers only for ids whose bound comes near the first. Settings that look at a text or leave ids
@@ -246,7 +246,38 @@ static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"laid", (PyCFunction)(void (*)(void))laid, METH_FASTCALL, NULL},
+/* moved(address, times, stride, heads, each, bytes, sources, start): see races.pyi */
+static PyObject *moved(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    char *at = count == 8 ? PyLong_AsVoidPtr(given[0]) : NULL;
+    long part[5], sources[64], safe = 1, start = count == 8 ? PyLong_AsLong(given[7]) : 0;
+    if (count != 8 || !PyList_Check(given[6])) {
+        PyErr_SetString(PyExc_TypeError, "moved takes an address, five numbers, a list and a number");
+        return NULL;
+    }
+    for (int i = 0; i < 5; ++i)
+        part[i] = PyLong_AsLong(given[1 + i]);
+    count = PyList_GET_SIZE(given[6]);
+    for (Py_ssize_t i = 0; i < count && i < 64; ++i) {
+        sources[i] = PyLong_AsLong(PyList_GET_ITEM(given[6], i));
+        if (sources[i] < start + i || (i && sources[i] <= sources[i - 1]))
+            safe = 0; /* it would be written before it is read */
+    }
+    if (!PyErr_Occurred() && (start < 0 || count > 64 || !safe))
+        PyErr_SetString(PyExc_ValueError, "slots are moved down, at most 64 of them, each behind the one before");
+    if (PyErr_Occurred())
+        return NULL;
+    for (long time = 0; time < part[0]; ++time)
+        for (long head = 0; head < part[2]; ++head) {
+            char *slots = at + time * part[1] + head * part[3];
+            for (Py_ssize_t i = 0; i < count; ++i)
+                memmove(slots + (start + i) * part[4], slots + sources[i] * part[4], part[4]);
+        }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"moved", (PyCFunction)(void (*)(void))moved, METH_FASTCALL, NULL},
+                                {"laid", (PyCFunction)(void (*)(void))laid, METH_FASTCALL, NULL},
                                 {"decided", (PyCFunction)(void (*)(void))decided, METH_FASTCALL, NULL},
                                 {"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "races", NULL, -1, methods, NULL, NULL, NULL, NULL};

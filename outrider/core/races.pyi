@@ -4,6 +4,10 @@ def laid(address: int, kinds: int, text: list[int], start: int, nodes: list[int]
     """Write the columns of one row's forward (int64 each: token, position, slot, upto, and what is seen, for so many `kinds` of windows; `kv.Block`) to a memory address that
     has room for them: the text from `start` on, and the first `count` nodes of a tree below its end (a parent below 0: the end itself), each of which sees all on its path."""
 
+def moved(address: int, times: int, stride: int, heads: int, each: int, bytes: int, sources: list[int], start: int, /) -> None:
+    """Move the slots `sources` (ascending, none below its goal, 64 at most), each of so many `bytes`, to start, start + 1, ...; in so many `heads`, `each` bytes apart, and
+    that so many `times`, `stride` bytes apart, from a memory address on."""
+
 def decided(address: int, places: int, at: list[int] | None, /) -> tuple[list[int], list[float]] | None:
     """The best token of some places, and its log-probability, by what a model's own step says of all `places` (`Scores.found`, float64) at a memory address. `at`: which,
     None: all. None where a value is no number."""

@@ -112,13 +112,12 @@ class ModelDrafter:
         found, scores = self.model.chain(seqs, draft, place, levels, on, None if settings.raw else pick)  # type: ignore[attr-defined]
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
         made = tree.run(draft, place, tokens, source, scores[: len(tokens)])
-        if not draft.token and len(found) == len(tokens):
+        if len(made) == first + len(found):
             return made
-        nodes = tree.below(made, place, tokens[:-1]) if draft.token else []
-        names = dict(enumerate(nodes, first)) if nodes and nodes[0] != first else {}  # others had guessed the same
+        nodes = tree.below(made, place, tokens[: len(found) - 1]) if len(made) < first + len(tokens) else []
+        names = dict(enumerate(nodes, first))  # others had guessed the same
         names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes
-        if names:
-            self.model.rename(seqs[0], names)  # type: ignore[attr-defined]
+        self.model.rename(seqs[0], names)  # type: ignore[attr-defined]
         return made
 
     @staticmethod

@@ -83,8 +83,8 @@ class Store(Protocol):
     def copy(self, source: int, goal: int, start: int, stop: int) -> None:
         """Copy slots [start, stop) of row `source` to the same slots of row `goal`."""
 
-    def move(self, row: int, sources: Ints, start: int) -> None:
-        """Move the slots `sources` of a row to start, start + 1, ... (gather first, then write)."""
+    def move(self, row: int, sources: list[int], start: int) -> None:
+        """Move the slots `sources` of a row, which ascend and lie nowhere below their goals, to start, start + 1, ..."""
 
     def swap(self, a: int, b: int, stop: int) -> None:
         """Exchange slots [0, stop) of two rows."""
@@ -288,7 +288,7 @@ class Rows:
                     break
                 kept.append(order[node])
             if kept != list(range(len(kept))):
-                self.store.move(row.index, row.base + np.array(kept), row.base)
+                self.store.move(row.index, [row.base + k for k in kept], row.base)
             row.text += seq.tokens[row.cached : row.base] + draft.text(path[: len(kept)])
             row.base, row.scratch = -1, {}
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from outrider.core.types import Ints
+from outrider.core.noise import races
+from outrider.core.sampling import within
 from outrider.models.kv import slots_for
 
 
@@ -129,9 +130,17 @@ class SlotCache:
         for block in self.blocks:
             block[:, goal, :, start:stop] = block[:, source, :, start:stop]
 
+    def move(self, row: int, sources: list[int], start: int) -> None:
+        if races is None or not all(map(within, self.blocks)):
+            self._move(row, sources, start)
+            return
+        for block in self.blocks:
+            stride, each, slot = (block.stride(i) * block.itemsize for i in (0, 2, 3))
+            races.moved(block.data_ptr() + row * block.stride(1) * block.itemsize, len(block), stride, block.shape[2], each, slot, sources, start)
+
     @torch.inference_mode()
-    def move(self, row: int, sources: Ints, start: int) -> None:
-        index = torch.from_numpy(sources)
+    def _move(self, row: int, sources: list[int], start: int) -> None:
+        index = torch.tensor(sources)
         for block in self.blocks:
             slots = block[:, row]
             slots[:, :, start : start + len(sources)] = slots.index_select(2, index.to(block.device))

@@ -23,7 +23,7 @@ class TokenStore:
     def copy(self, source: int, goal: int, start: int, stop: int) -> None:
         self.cells[goal, start:stop] = self.cells[source, start:stop]
 
-    def move(self, row: int, sources: Ints, start: int) -> None:
+    def move(self, row: int, sources: list[int], start: int) -> None:
         self.cells[row, start : start + len(sources)] = self.cells[row, sources]
 
     def swap(self, a: int, b: int, stop: int) -> None:
