@@ -92,6 +92,19 @@ def test_winners_and_shares_are_those_of_python(made, dtype, scale):
         assert token == wanted[0] and share == pytest.approx(wanted[1], rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("near", [2.0, 5.5, 9.0])
+def test_however_many_are_near_all_of_them_count(made, monkeypatch, dtype, near):
+    """Flat logits, among which up to eight thousand come that near: more than are kept."""
+    monkeypatch.setattr(noise_module, "REACH", noise_module.REACH + near - NEAR)
+    monkeypatch.setattr(noise_module, "NEAR", near)
+    for step in range(20):
+        x, seq = torch.zeros(9000, dtype=dtype), sequence(step, temperature=1.0)
+        token, share = made.won(x.data_ptr(), x.element_size(), 9000, 1.0, near, step, 7 + 1, POSITION)
+        wanted = python(x[None], 0, -1, Draft(rows=1), Settings.of([seq]), RowNoise((step,), (0,), (7,)))
+        assert token == wanted[0] and share == pytest.approx(wanted[1], rel=1e-9)
+
+
 @pytest.mark.parametrize("seed", [0, 1, -3, 2**63 + 5, 2**64 - 1, 2**70 + 5])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_place_has_its_own_logits_and_noise(races, dtype, seed):

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.control.hedge import Hedge
 from outrider.control.predict import LEVELS, Counters, bucket, logit, predictor
@@ -32,7 +32,8 @@ MARGIN = 0.03  # what a plan must promise more than plain decoding
 SEEN = 3  # last verdicts that predictions tell apart between two pages
 
 
-class Lesson(NamedTuple):
+@dataclass(slots=True)
+class Lesson:
     """A record to be learned from: its situation, each row's verdicts before it, how far drafters were
     behind, whether many plain steps went before, and the machine's pace."""
 

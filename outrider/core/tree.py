@@ -1,9 +1,7 @@
 """Pure functions on Draft. Nothing here looks at probabilities or moves data off the host."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from torch import Tensor, cat
@@ -39,6 +37,11 @@ def row_of(places: Iterable[int], draft: Draft) -> Ints:
 
 def depth_of(places: Iterable[int], draft: Draft) -> Ints:
     return np.array([0 if p < 0 else draft.depth[p] for p in places], np.int64)
+
+
+def sizes(draft: Draft) -> tuple[int, ...]:
+    """Nodes of each row."""
+    return (len(draft.token),) if draft.rows == 1 else tuple([draft.row.count(row) for row in range(draft.rows)])
 
 
 def row_at(draft: Draft, place: int) -> int:
@@ -106,7 +109,7 @@ def _one_more(draft: Draft, parent: int, token: int, source: int, kind: int, sco
     if kind == POINT:
         for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)):
             if p == parent and t == token and k == POINT:
-                return replace(draft, source=[s | source if j == i else s for j, s in enumerate(draft.source)])
+                return _marked(draft, [i], source)
     row, depth = (~parent, 1) if parent < 0 else (draft.row[parent], draft.depth[parent] + 1)
     return Draft(
         draft.rows, [*draft.token, token], [*draft.parent, parent], [*draft.row, row], [*draft.depth, depth], [*draft.source, source],
@@ -114,22 +117,30 @@ def _one_more(draft: Draft, parent: int, token: int, source: int, kind: int, sco
     )  # fmt: skip
 
 
+def _marked(draft: Draft, nodes: list[int], source: int) -> Draft:
+    """The draft whose `nodes` have gained a source."""
+    d, sources = draft, draft.source[:]
+    for n in nodes:
+        sources[n] |= source
+    return Draft(d.rows, d.token, d.parent, d.row, d.depth, sources, d.kind, d.q_row, d.score, d.q)
+
+
 def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[float]) -> Draft:
     """The draft with a chain of points below `place`. What of it is there already gains the source."""
-    if not draft.token and tokens:  # the most frequent
-        n = len(tokens)
-        return Draft(
-            draft.rows, tokens[:], [place, *range(n - 1)], [~place] * n, list(range(1, n + 1)), [source] * n, [POINT] * n, [-1] * n, scores[:], draft.q
-        )  # fmt: skip
-    sources, twins = list(draft.source), below(draft, place, tokens)
+    sources, parents, depths = draft.source[:], draft.parent[:], draft.depth[:]
+    twins = below(draft, place, tokens) if draft.token else []
     for n in twins:
         sources[n] |= source
-    place, at = twins[-1] if twins else place, len(twins)
-    count, first = len(tokens) - at, len(draft)
+    at, place = len(twins), twins[-1] if twins else place
+    count, node = len(tokens) - at, len(parents)
     row, depth = (~place, 0) if place < 0 else (draft.row[place], draft.depth[place])
+    for _ in range(count):
+        depth += 1
+        parents.append(place)
+        depths.append(depth)
+        place, node = node, node + 1
     return Draft(
-        draft.rows, draft.token + tokens[at:], draft.parent + [place, *range(first, first + count - 1)][:count], draft.row + [row] * count,
-        draft.depth + list(range(depth + 1, depth + 1 + count)), sources + [source] * count, draft.kind + [POINT] * count,
+        draft.rows, draft.token + tokens[at:], parents, draft.row + [row] * count, depths, sources + [source] * count, draft.kind + [POINT] * count,
         draft.q_row + [-1] * count, draft.score + scores[at:], draft.q,
     )  # fmt: skip
 
@@ -209,12 +220,15 @@ def chain(draft: Draft) -> list[int]:
 
 def select(draft: Draft, keep: list[int]) -> Draft:
     """The draft with only the nodes `keep` (ascending, closed under parents), renumbered in that order."""
+    d, new_name = draft, dict[int, int]()
     if keep == list(range(n := len(keep))):  # the first ones, as of a chain
-        d = draft
         return Draft(d.rows, d.token[:n], d.parent[:n], d.row[:n], d.depth[:n], d.source[:n], d.kind[:n], d.q_row[:n], d.score[:n], d.q)
-    new_name = {old: new for new, old in enumerate(keep)}
-    columns: dict[str, Any] = {f: [getattr(draft, f)[n] for n in keep] for f in ("token", "row", "depth", "source", "kind", "q_row", "score")}
-    return replace(draft, parent=[p if (p := draft.parent[n]) < 0 else new_name[p] for n in keep], **columns)
+    for n in keep:
+        new_name[n] = len(new_name)
+    return Draft(
+        d.rows, [d.token[n] for n in keep], [p if (p := d.parent[n]) < 0 else new_name[p] for n in keep], [d.row[n] for n in keep],
+        [d.depth[n] for n in keep], [d.source[n] for n in keep], [d.kind[n] for n in keep], [d.q_row[n] for n in keep], [d.score[n] for n in keep], d.q,
+    )  # fmt: skip
 
 
 def follow(draft: Draft, choice: list[int]) -> tuple[list[list[int]], list[int]]:

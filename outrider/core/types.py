@@ -6,7 +6,7 @@ places. Knows nothing of text, models or devices beyond torch tensors.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -172,7 +172,7 @@ class Outcome:
 
     def renamed(self, names: list[int]) -> "Outcome":
         """The same outcome with node i called names[i]."""
-        return replace(self, paths=[[names[n] for n in path] for path in self.paths])
+        return Outcome([[names[n] for n in path] for path in self.paths], self.bonus, self.discarded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ them make continuations frequency-weighted (as in SuffixDecoding, 2411.04975). K
 """
 
 from collections import defaultdict
-from typing import NamedTuple
+from dataclasses import dataclass
 
 RECENT = 64  # places that are looked at, the latest: more say no more, and text that repeats itself has no end of them
 DOUBT, CERTAIN = 2.4, 22  # squared evidence for which a continuation is an even bet; evidence from which on none is left to doubt
 SURE = [x * x / (x * x + DOUBT) for x in range(CERTAIN + 1)]  # by evidence: tokens that match, times places that go on alike
 
 
-class Cursor(NamedTuple):
+@dataclass(slots=True)
+class Cursor:
     """Where a continuation stands: the places it may go on from, each the index after an occurrence of the last `depth` tokens, and the
     tokens that it has said since."""
 
@@ -69,7 +70,7 @@ class SuffixIndex:
 
     def first(self, cursor: Cursor) -> float:
         """The chance of the most frequent continuation of a match, as `follow` has it."""
-        places, depth, _ = cursor
+        places, depth = cursor.places, cursor.depth
         if len(places) == 1:
             return sure(depth)
         counts, most = dict[int, int](), 0
@@ -81,15 +82,15 @@ class SuffixIndex:
 
     def next(self, cursor: Cursor, width: int) -> list[tuple[int, float, Cursor]]:
         """Up to `width` continuations (token, its chance, cursor), most frequent first, ties to the latest."""
-        _, depth, said = cursor
-        branches = self._branches(*cursor)
+        depth, said = cursor.depth, cursor.said
+        branches = self._branches(cursor.places, depth, said)
         total, matched = sum(map(len, branches.values())), depth + len(said)
         best = sorted(branches.items(), key=_weight, reverse=True)[:width]
         return [(t, len(places) / total * sure(matched * len(places)), Cursor(places, depth, [*said, t])) for t, places in best]
 
     def follow(self, cursor: Cursor, levels: int) -> tuple[list[int], list[float], Cursor]:
         """The most frequent continuation, up to `levels` tokens: (tokens, their chances, where it ends)."""
-        places, depth, before = cursor
+        places, depth, before = cursor.places, cursor.depth, cursor.said
         said, chances, end = list(before), list[float](), len(self.text)
         while len(chances) < levels:
             at, matched = places[0] + len(said) if len(places) == 1 else end, depth + len(said)

@@ -181,23 +181,26 @@ class Engine:
             drafter.observe(seqs, draft, outcome)
 
     def _record(self, seqs: list[Sequence], plan: Plan, done: Done, outcome: Outcome, emitted: list[list[int]], clock: Clock, tier: str) -> None:
-        full, draft, none = done.full, done.draft, (0,) * len(seqs)
-        right = [(name, draft.depth[n]) for path in outcome.paths for n in path for name in self.marked(draft.source[n])]
+        full, draft, none, right = done.full, done.draft, (0,) * len(seqs), dict[tuple[str, int], int]()
+        for path in outcome.paths:
+            for n in path:
+                for name in self.marked(draft.source[n]):
+                    right[name, draft.depth[n]] = right.get((name, draft.depth[n]), 0) + 1
         record = StepRecord(
             plan=plan,
             requests=self.requests,
             context=tuple([len(s.tokens) - len(emitted[r]) for r, s in enumerate(seqs)]),
-            drafted=tuple([draft.row.count(r) for r in range(len(seqs))]) if draft.token else none,
+            drafted=tree.sizes(draft) if draft.token else none,
             accepted=tuple([len(path) for path in outcome.paths]),
             emitted=tuple([len(new) for new in emitted]),
             discarded=tuple(outcome.discarded),
-            accepted_by={each: right.count(each) for each in right} if right else {},
+            accepted_by=right,
             seconds=clock.seconds,
             reading=Reading(clock.last - clock.start, None, "none", "wall clock of the step"),
             reason=done.reason,
             forward={name: meter.take() for name, meter in self.meters.items()},
             tiers=self._tiers(tier),
-            trimmed=none if draft is full else tuple([full.row.count(r) - draft.row.count(r) for r in range(len(seqs))]),
+            trimmed=none if draft is full else tuple([a - b for a, b in zip(tree.sizes(full), tree.sizes(draft), strict=True)]),
             levels=done.levels,
             draft=full if full.q is None else replace(full, q=None),
             kept=tuple(done.kept),
