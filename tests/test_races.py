@@ -142,9 +142,10 @@ def test_what_it_does_not_know_is_pythons(races, settings, change):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_what_is_no_number_is_an_error(races, dtype, bad):
+@pytest.mark.parametrize("where", [7, 49])
+def test_what_is_no_number_is_an_error(races, dtype, bad, where):
     logits = torch.zeros(2, 50, dtype=dtype)
-    logits[1, 7] = bad
+    logits[1, where] = bad
     settings, noise = Settings.of([sequence(3, temperature=1.0)]), RowNoise((3,), (0,), (2,))
     assert raced(logits, 0, -1, Draft(rows=1), settings, noise)[0] >= 0
     with pytest.raises(OutriderError, match="NaN"):
