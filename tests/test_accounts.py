@@ -42,7 +42,9 @@ def test_what_one_request_has_earned_is_not_for_another_to_spend() -> None:
     (records,) = drive(of, controller := adaptive(of))
     rich, poor = ([SimpleNamespace(request=SimpleNamespace(id=name))] for name in ("rich", "poor"))
     plain = next(r for r in records if not r.levels)
-    controller.accounts.held = [Held(who, replace(plain, requests=(who[0].request.id,)), None, (), True) for who in (rich, poor)]
+    controller.accounts.held = []
+    for who in (rich, poor):
+        controller.accounts.hold(Held(who, replace(plain, requests=(who[0].request.id,)), None, (), True))
     controller.accounts.unsettled, controller.ledger.credit["poor"] = -30.0, 0.0
     page = controller.page
     assert controller._room(poor, page) == pytest.approx((1 + 2 * ALLOWANCE) * page.owed / (page.plain * page.spread), rel=0.01)

@@ -52,7 +52,7 @@ def test_a_drafter_is_looked_at_before_it_is_asked() -> None:
     assert row.vain["lookup"] == PATIENCE and told((no, row)) == RESTS and told((no, row), yes) == GUESSES and told((no, row), hardly) == UNPAID
 
 
-@pytest.mark.parametrize(("thinking", "share"), [(0.0, 0.9), (0.3, 0.25)])
+@pytest.mark.parametrize(("thinking", "share"), [(0.0, 0.9), (0.3, 0.15)])
 def test_thinking_counts_in_whether_a_look_pays(thinking: float, share: float) -> None:
     """The same guesses, which are worth a tenth of a plain step each: asked for nearly always where thinking is free, seldom where it takes more than that."""
     of = trace(4, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.25}, texts=4)

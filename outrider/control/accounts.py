@@ -43,14 +43,22 @@ class Accounts:
     def __init__(self, tables: Tables, ledger: Ledger) -> None:
         self.tables, self.ledger = tables, ledger
         self.held: list[Held] = []
+        self.whose, self.mixed = tuple[str, ...](), False  # of which requests the last one held is; are others held, too?
         self.thoughts, self.counted, self.unsettled = 0, 0, 0.0
         self.thinking, self.quickest = 0.0, math.inf
 
     def hold(self, held: Held) -> bool:
         """A step went by that may be settled later. Is it time to?"""
+        requests = held.record.requests
+        self.mixed = bool(self.held) and (self.mixed or self.whose != requests)
+        self.whose = requests
         self.held.append(held)
         self.thoughts += held.step is not None
         return self.thoughts >= THOUGHTS or len(self.held) >= LONG
+
+    def of_others(self, requests: tuple[str, ...]) -> bool:
+        """Is any of what is held of other requests than these?"""
+        return bool(self.held) and (self.mixed or self.whose != requests)
 
     def beyond(self, page: Page) -> float:
         """Seconds that what is not settled yet took beyond what it earned, nearly: counted when somebody asks, for most steps go by without."""

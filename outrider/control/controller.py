@@ -108,8 +108,7 @@ class Adaptive:
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
         names = [s.request.id for s in seqs]
-        these = tuple(names)
-        if any(held.record.requests != these for held in self.accounts.held):  # what others earned is not for these to spend
+        if self.accounts.of_others(tuple(names)):  # what others earned is not for these to spend
             self._settle()
         unit, unsettled = page.plain * page.spread, self.accounts.beyond(page)
         room = (self.ledger.left(names, page.owed) - unsettled) / unit
