@@ -133,5 +133,5 @@ def markdown(found: dict[str, dict[str, dict[str, float]]]) -> str:
     lines = [f"| predictor | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, windows in found.items():
         for window, f in windows.items():
-            lines.append(f"| {name}, {window} | {' | '.join(f'{f[c]:.3f}' if f[c] < 2 else f'{f[c]:.1f}' for c in columns)} |")
+            lines.append(f"| {name}, {window} | {' | '.join(f'{f[c]:.3f}' if f[c] < 10 else f'{f[c]:.1f}' for c in columns)} |")
     return "\n".join(lines)
