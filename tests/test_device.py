@@ -9,7 +9,6 @@ import types
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +21,8 @@ from outrider.bench import run as bench
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.tables import LOOK, Tables
-from outrider.core import sampling, tree
-from outrider.core.sampling import Settings
-from outrider.core.types import AHEAD, Limits, Plan, Sequence
+from outrider.core import sampling
+from outrider.core.types import AHEAD, Limits, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import device
@@ -131,27 +129,6 @@ def test_a_chain_that_ran_past_an_end_token_leaves_no_nodes_behind(name, far, mo
         wanted = [nodes(*how) for how in asked]
     assert [nodes(*how) for how in asked] == wanted
     assert any(token in some for (drafts, _), (_, some) in zip(wanted, asked, strict=True) for tokens, *_ in drafts for token in tokens[:2])
-
-
-@pytest.mark.parametrize(
-    ("found", "names"),
-    [
-        ([7, 3, 4], {2: 0, 3: 2}),  # the first was guessed by others; the last of all was not computed
-        ([3, 4, 7], {}),
-        ([7, 9, 3, 4], {2: 0, 3: 2, 4: ~4, 5: ~5}),  # the end token is the second: it was computed, and so was what came after it
-        ([3, 9, 4], {4: ~4}),
-        ([7, 8, 9], {2: 0, 3: 1}),
-    ],
-)
-def test_what_a_chain_computed_goes_by_the_names_of_its_nodes(found, names):
-    """Beside two guesses of others, 7 and 8, where 9 ends a text."""
-    told = []
-    model = SimpleNamespace(chain=lambda *_: (found, [0.5] * len(found)), rename=lambda seq, names: told.append(names))
-    seq = Sequence(replace(request(LOOP), ends=frozenset({9})), list(LOOP))
-    draft = tree.run(tree.empty(1), -1, [7, 8], 1, [0.5, 0.5])
-    made = ModelDrafter._chain(SimpleNamespace(model=model), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None)
-    assert told == [names][: bool(names)]
-    assert made.text(tree.below(made, -1, found)) == found[: found.index(9) + 1 if 9 in found else None]
 
 
 def test_a_chain_goes_no_further_than_its_model(far):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.models import pages
+from outrider.models import package, pages
 
 linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE") or not Path("/proc/self/smaps").exists(), reason="no huge pages to ask for here")
 
@@ -72,3 +72,11 @@ def test_a_system_without_them_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     before = some()
     assert all(after is before[name] for name, after in pages.together(before).items())
     assert pages.together({}) == {}
+
+
+@pytest.mark.parametrize("change", [lambda w: w + 1, lambda w: w[:2], lambda w: w.t().contiguous().t(), lambda w: w.double()])
+def test_weights_that_differ_in_anything_are_not_shared(change):
+    weight = torch.arange(12.0).view(3, 4)
+    assert package._same(weight.clone(), weight) is weight and package._same(weight, None) is weight
+    other = change(weight)
+    assert package._same(other, weight) is other

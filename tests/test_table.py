@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from contracts import opened, random_draft, recompute, sequence
+from contracts import opened, random_draft, recompute, request, sequence
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import decided
-from outrider.core.types import MAX_NODES, Draft, Outcome
+from outrider.core.sampling import Settings, decided
+from outrider.core.types import MAX_NODES, Draft, Outcome, Sequence
+from outrider.drafters.model import ModelDrafter
 from outrider.models.kv import Rows
 from outrider.models.step import Step
 
@@ -143,3 +144,24 @@ def test_rows_that_are_no_neighbours_come_back_in_the_order_asked():
         assert logp[i] == pytest.approx(float(scores.logits[i].log_softmax(-1).max()), abs=1e-4)
     model.commit(asked, draft, Outcome([[1], [0]], [1, 1], [0, 0]))
     assert model.rows.of(seqs[1]).base == -1 and model.rows.of(seqs[2]).text == [*seqs[2].tokens, 12]
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        ([7, 3, 4], {2: 0, 3: 2}),  # the first was guessed by others; the last of all was not computed
+        ([3, 4, 7], {}),
+        ([7, 9, 3, 4], {2: 0, 3: 2, 4: ~4, 5: ~5}),  # the end token is the second: it was computed, and so was what came after it
+        ([3, 9, 4], {4: ~4}),
+        ([7, 8, 9], {2: 0, 3: 1}),
+    ],
+)
+def test_what_a_chain_computed_goes_by_the_names_of_its_nodes(found, names):
+    """Beside two guesses of others, 7 and 8, where 9 ends a text."""
+    told = []
+    model = SimpleNamespace(chain=lambda *_: (found, [0.5] * len(found)), rename=lambda seq, names: told.append(names))
+    seq = Sequence(replace(request([3, 1, 4]), ends=frozenset({9})), [3, 1, 4])
+    draft = tree.run(tree.empty(1), -1, [7, 8], 1, [0.5, 0.5])
+    made = ModelDrafter._chain(SimpleNamespace(model=model), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None)
+    assert told == [names][: bool(names)]
+    assert made.text(tree.below(made, -1, found)) == found[: found.index(9) + 1 if 9 in found else None]

@@ -296,13 +296,14 @@ static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
 static PyObject *moved(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
     char *at = count == 8 ? PyLong_AsVoidPtr(given[0]) : NULL;
-    long part[5], sources[64], safe = 1, start = count == 8 ? PyLong_AsLong(given[7]) : 0;
+    Py_ssize_t part[5]; /* a block may be larger than a long counts */
+    long sources[64], safe = 1, start = count == 8 ? PyLong_AsLong(given[7]) : 0;
     if (count != 8 || !PyList_Check(given[6])) {
         PyErr_SetString(PyExc_TypeError, "moved takes an address, five numbers, a list and a number");
         return NULL;
     }
     for (int i = 0; i < 5; ++i)
-        part[i] = PyLong_AsLong(given[1 + i]);
+        part[i] = PyLong_AsSsize_t(given[1 + i]);
     count = PyList_GET_SIZE(given[6]);
     for (Py_ssize_t i = 0; i < count && i < 64; ++i) {
         sources[i] = PyLong_AsLong(PyList_GET_ITEM(given[6], i));

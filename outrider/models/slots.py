@@ -97,7 +97,7 @@ class SlotCache:
         probe(zero)
         shown = self._tensors()
         alike = {kind: [x for x in shown if _kind(x) == kind] for kind in map(_kind, shown)}
-        self.blocks = [some[0].new_zeros(len(some), self.count, heads, self.capacity, d) for (heads, d, _), some in alike.items()]
+        self.blocks = [some[0].new_zeros(len(some), self.count, heads, self.capacity, d) for (heads, d, *_), some in alike.items()]
         parts = dict(zip(alike, map(iter, self.blocks), strict=True))
         made = iter([next(parts[_kind(x)]) for x in shown])
         for layer in self._used():
@@ -151,6 +151,6 @@ class SlotCache:
             block[:, [a, b], :, :stop] = block[:, [b, a], :, :stop]
 
 
-def _kind(x: Tensor) -> tuple[int, int, torch.dtype]:
+def _kind(x: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
     """What tensors [rows, heads, slots, d] of one block have in common."""
-    return x.shape[1], x.shape[3], x.dtype
+    return x.shape[1], x.shape[3], x.dtype, x.device
