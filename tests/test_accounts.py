@@ -10,6 +10,7 @@ from written import adaptive, costs, drive, linear, trace
 
 from outrider.control.accounts import THOUGHTS, Accounts, Held
 from outrider.control.controller import Adaptive
+from outrider.measure.cost import COLD
 
 ALLOWANCE = 0.05
 
@@ -44,7 +45,7 @@ def test_what_one_request_has_earned_is_not_for_another_to_spend() -> None:
     plain = next(r for r in records if not r.levels)
     controller.accounts.held = []
     for who in (rich, poor):
-        controller.accounts.hold(Held(who, replace(plain, requests=(who[0].request.id,)), None, (), True))
+        controller.accounts.hold(Held(who, replace(plain, requests=(who[0].request.id,)), None, (), True, COLD))
     controller.accounts.unsettled, controller.ledger.credit["poor"] = -30.0, 0.0
     page = controller.page
     assert controller._room(poor, page) == pytest.approx((1 + 2 * ALLOWANCE) * page.owed / (page.plain * page.spread), rel=0.01)
@@ -59,7 +60,7 @@ def test_a_hold_up_that_is_not_charged_refuses_nobody() -> None:
     slow = replace(asked, reading=replace(asked.reading, seconds=asked.reading.seconds + 20.0), seconds={**asked.seconds, "score": 21.0})
     seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
     before = controller._room(seqs, page := controller.page)
-    controller.accounts.hold(Held(seqs, replace(slow, requests=("z",)), controller.step, (), True))
+    controller.accounts.hold(Held(seqs, replace(slow, requests=("z",)), controller.step, (), True, COLD))
     assert controller._room(seqs, page) == pytest.approx(before, abs=0.2)
 
 
@@ -73,7 +74,9 @@ def test_steps_settled_together_earn_what_they_earn_one_by_one(count: int) -> No
         seqs = [SimpleNamespace(request=SimpleNamespace(id=name)) for name in ("y", "z")]
         for i in range(count):
             took = replace(records[-1].reading, seconds=1.0 + i % 3)
-            controller.accounts.hold(Held(seqs, replace(records[-1], requests=("y", "z"), emitted=(1, 1 - i % 2), reading=took), None, (), True))
+            controller.accounts.hold(
+                Held(seqs, replace(records[-1], requests=("y", "z"), emitted=(1, 1 - i % 2), reading=took), None, (), True, COLD)
+            )
             if not together:
                 controller._settle()
         controller._settle()
@@ -87,5 +90,5 @@ def test_a_first_step_that_is_held_up_makes_nobody_rich() -> None:
     (records,) = drive(of, controller := adaptive(of))
     seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
     slow = replace(records[-1], requests=("z",), reading=replace(records[-1].reading, seconds=20.0), seconds={})
-    controller.accounts.charge(controller.page, seqs, [], slow, None, True, ())
+    controller.accounts.charge(controller.page, [], Held(seqs, slow, None, (), True, COLD))
     assert controller.ledger.credit["z"] == pytest.approx(8 + ALLOWANCE * 20, abs=0.1)

@@ -10,12 +10,14 @@ from outrider.control.tables import Tables
 from outrider.measure.cost import (
     CALM,
     CLIP,
+    COLD,
     DEEPEST,
     FAR,
     FEW,
     LATER,
     SLOPE,
     TRUST,
+    WIDEST,
     Costs,
     Curve,
     Situation,
@@ -142,6 +144,15 @@ def test_the_spread_is_the_99th_percentile_of_observations_over_expectations() -
     assert curve.spread == pytest.approx(1.196, abs=0.03)
 
 
+def test_a_moment_that_held_up_every_tenth_step_makes_no_step_unaffordable() -> None:
+    """Plain steps are held up as well: what a sweep met, or a profile kept, is no reason to be afraid of every draft for thousands of steps."""
+    curve = Curve(1.0, 0.1, {0: [9.0, 1.0]}, spread=8.0)
+    assert curve.spread == WIDEST == Curve.of(curve.state() | {"spread": 8.0}).spread
+    for n in range(1000):
+        curve.add(0, 10.0 if n % 10 == 0 else 1.0)
+        assert curve.spread <= WIDEST
+
+
 # --- tables
 
 AT = Situation("compiled", 1, 512, False)
@@ -228,6 +239,16 @@ def test_one_stall_hardly_moves_the_pace() -> None:
     costs = table()
     assert 1.0 < costs.felt(1000.0) == costs.pace <= 1.11
     assert costs.pace * costs.felt(1e-3) < 1.05
+
+
+def test_first_steps_of_a_text_tell_nothing_of_the_pace() -> None:
+    """They find caches cold: how much longer each takes is kept apart, and never less than later ones."""
+    costs = table()
+    for _ in range(60):
+        for age, took in enumerate((2.0, 1.5, 0.5)):
+            costs.felt(took / costs.chill(age), age)
+    assert costs.pace == 1.0 and [costs.chill(age) for age in range(COLD + 2)] == pytest.approx([2.0, 1.5, 1.0, 1.0, 1.0, 1.0], rel=0.02)
+    assert costs.felt(1.5, COLD) == costs.pace > 1.0
 
 
 def test_what_plain_decoding_takes_is_no_more_than_all_steps_tell() -> None:

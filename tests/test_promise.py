@@ -22,7 +22,7 @@ from outrider.control.rows import awake
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
 from outrider.drafters.lookup import Lookup
-from outrider.measure.cost import Costs
+from outrider.measure.cost import COLD, Costs
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -199,7 +199,7 @@ def test_what_was_thought_in_a_step_that_is_slept_through_is_charged_once(where:
     seqs = [SimpleNamespace(request=SimpleNamespace(id="z"))]
     thought = replace(records[-1], seconds={**records[-1].seconds, "choose": 40.0}, reading=replace(records[-1].reading, seconds=41.0))
     controller.ledger.credit["z"] = 0.0
-    controller.accounts.held = [Held(seqs, thought if i == where else records[-1], None, (), True) for i in range(LONG)]
+    controller.accounts.held = [Held(seqs, thought if i == where else records[-1], None, (), True, COLD) for i in range(LONG)]
     controller._settle()
     assert controller.ledger.credit["z"] == pytest.approx(ALLOWANCE * LONG - 40.0, abs=0.1)
 
@@ -316,6 +316,30 @@ def test_a_machine_that_changes_its_pace_for_good_is_found_out(pace: float, chan
         held += [sum(r.reason == "off:guard" for r in records) for records in texts]
         assert held[-1] == 0 and sum(r.reason == "probe:plain" for records in texts for r in records) < 20
     assert sum(held) < 150 and (sum(held) > 0) == (pace > 1 and chance < 0.9), "credit is short where drafting saves little, on a slower machine"
+
+
+def test_a_text_that_begins_cold_is_no_slower_machine() -> None:
+    """Short texts, the first four steps of which take up to twice as long: the pace stays what it is, so do costs and what plain decoding takes, and no plain step is asked for
+    where it would tell least."""
+    of = trace(3, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.7}, length=24, texts=60)
+    controller, paces, steps, cold = adaptive(of), list[float](), list[int](), (2.0, 1.6, 1.3, 1.1)
+    world = Weather(of)
+
+    def slowed(n: int, name: str) -> float:
+        if name == "lookup":
+            return 1.0
+        paces.append(controller.tables.costs.pace)
+        steps[:] = [*steps, 0] if steps and world.text is begun[0] else [0]
+        begun[0] = world.text
+        return cold[len(steps) - 1] if len(steps) <= COLD else 1.0
+
+    begun, world.factor = [None], slowed
+    texts = drive(of, controller, world)
+    assert controller.tables.costs.cold == pytest.approx(cold, rel=0.1)
+    assert paces == pytest.approx([1.0] * len(paces), rel=0.05)
+    assert controller.page.owed == pytest.approx(1.0, rel=0.05) and controller.page.spread < 1.5
+    assert controller.tables.costs.verify[controller.page.at].line[:9] == pytest.approx([1 + 0.1 * n for n in range(9)], rel=0.1)
+    assert not any(r.reason in ("probe:plain", "off:guard") for records in texts for r in records)
 
 
 @pytest.mark.parametrize("right", [0.8, 0.0])

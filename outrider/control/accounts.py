@@ -26,13 +26,14 @@ THOUGHTS = 8  # steps with one that are settled together: what has just run runs
 @dataclass(slots=True)
 class Held:
     """A step that is not settled yet. `step`: what was thought in it, None for a plain step of which nothing was; `names`: drafters that were looked at;
-    `calm`: had many plain steps gone before?"""
+    `calm`: had many plain steps gone before? `age`: steps of these texts before it."""
 
     seqs: list[Sequence]
     record: StepRecord
     step: Step | None
     names: tuple[str, ...]
     calm: bool
+    age: int
 
 
 class Accounts:
@@ -66,7 +67,7 @@ class Accounts:
         for held in self.held[self.counted :]:
             record = held.record
             if any(record.drafted):
-                self.unsettled += _own(record) - earns * min(record.emitted)
+                self.unsettled += _own(record) - earns * self.tables.costs.chill(held.age) * min(record.emitted)
             else:  # charged by its own clock, but for what was thought and drafted
                 self.unsettled += page.owed + self._aside(record) - earns * (1.0 if held.calm else min(page.steady, 1.0))
         self.counted = len(self.held)
@@ -80,7 +81,7 @@ class Accounts:
         for (thought, _), some in groupby(held, key=lambda h: (h.step is not None, h.record.requests)):
             if thought:
                 for h in some:
-                    self.charge(page, h.seqs, rows(h.seqs), h.record, h.step, h.calm, h.names)
+                    self.charge(page, rows(h.seqs), h)
             else:
                 self._slept(page, list(some), rows, guarded)
 
@@ -90,7 +91,7 @@ class Accounts:
         owed, spent, thought, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
             beside = self.beside(h.record)
-            took, earned = self._plainly(page, h.record, beside, h.calm)
+            took, earned = self._plainly(page, h, beside)
             owed.append(earned)
             spent += took
             thought += beside
@@ -102,9 +103,9 @@ class Accounts:
             looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))
         every = -(-len(slept) // SETTLED)
         for h, took in list(zip(slept, owed, strict=True))[::every]:
-            self._told(page, took, _own(h.record), 0, h.calm)
+            self._told(page, took, _own(h.record), 0, h)
         for h in slept[::every] if guarded else slept[-1:]:
-            self.tables.costs.verified(page.at, 0, _own(h.record) / self.tables.costs.pace, h.calm)
+            self.tables.costs.verified(page.at, 0, _own(h.record) / self.tables.costs.pace / self.tables.costs.chill(h.age), h.calm)
         page.plain = self.tables.costs.verify[page.at].line[0] * self.tables.costs.pace
 
     def rested(self, seqs: list[Sequence], steps: int, plain: float) -> None:
@@ -113,39 +114,40 @@ class Accounts:
             if seq.request.id in self.ledger.credit:
                 self.ledger.charge(seq.request.id, plain, steps, steps * plain, None)
 
-    def charge(
-        self, page: Page, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None, calm: bool, names: tuple[str, ...]
-    ) -> None:
-        """What a step gave and took. `names`: who was looked at in it."""
-        took, owed, bad_case, nodes, beside = _own(record), page.owed, None, min(max(record.drafted), DEEPEST), self.beside(record)
+    def charge(self, page: Page, rows: list[Row], held: Held) -> None:
+        """What a step gave and took."""
+        seqs, record, step, names, chill = held.seqs, held.record, held.step, held.names, self.tables.costs.chill(held.age)
+        took, owed, bad_case, nodes, beside = _own(record), page.owed * chill, None, min(max(record.drafted), DEEPEST), self.beside(record)
         read = self.ledger.forgive(seqs, drafting_of(record) - step.spent * page.plain) if step is not None and step.reads else 0.0
         worth, own = (read - beside) / page.plain if page.plain else 0.0, took - drafting_of(record) - record.seconds.get("jit", 0.0)
         spent = took - read
         if not nodes:
-            spent, owed = self._plainly(page, record, beside, calm)
+            spent, owed = self._plainly(page, held, beside)
             spent -= read
         elif step is not None:
-            bad_case = step.room * page.plain * page.spread
-            spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * page.plain * page.spread)
+            unit = page.plain * page.spread * chill
+            bad_case = step.room * unit
+            spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * unit)
             worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
         if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
             looked(rows, names, worth)
-        self._told(page, owed, own, nodes, calm)
+        self._told(page, owed, own, nodes, held)
 
-    def _plainly(self, page: Page, record: StepRecord, beside: float, calm: bool) -> tuple[float, float]:
+    def _plainly(self, page: Page, held: Held, beside: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""
-        bare = self.ledger.plainly(_own(record) - beside, page.owed * page.spread)
-        return bare + beside, bare * (1.0 if calm else min(page.steady, 1.0))
+        bare = self.ledger.plainly(_own(held.record) - beside, page.owed * page.spread * self.tables.costs.chill(held.age))
+        return bare + beside, bare * (1.0 if held.calm else min(page.steady, 1.0))
 
-    def _told(self, page: Page, owed: float, own: float, nodes: int, calm: bool) -> None:
+    def _told(self, page: Page, owed: float, own: float, nodes: int, held: Held) -> None:
         """What a step says of the machine's pace, and a plain one of what plain decoding takes."""
+        costs, chill = self.tables.costs, self.tables.costs.chill(held.age)
         if not nodes:
-            page.owed, page.outdated = self.tables.costs.owe(page.at, owed), self.tables.costs.outdated(page.at)
-        if expected := page.plain * (page.seconds[nodes] if nodes else page.steady if calm else 1.0):
-            page.plain *= self.tables.costs.felt(own / expected)
+            page.owed, page.outdated = costs.owe(page.at, owed / chill), costs.outdated(page.at)
+        if expected := page.plain * chill * (page.seconds[nodes] if nodes else page.steady if held.calm else 1.0):
+            page.plain *= costs.felt(own / expected, held.age)
 
     def beside(self, record: StepRecord) -> float:
         """Seconds of thinking and drafting: what a step in which nothing was verified would not have taken in plain decoding."""

@@ -18,7 +18,7 @@ from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
 from outrider.core.types import AHEAD, POINT, Draft, Places, Plan, Sequence, StepRecord
-from outrider.measure.cost import CALM, DEEPEST, Situation, situation
+from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
@@ -84,7 +84,9 @@ class Adaptive:
         if not names:
             self.silent = bool(self.looked)
             return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(rows)
-        if page is None or page.outdated or self.tables.costs.plains.get(page.at, FIRST) < FIRST or self.since_plain >= REMEASURE:
+        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST:
+            return OFF, "probe:plain"
+        if (page.outdated or self.since_plain >= REMEASURE) and _age(seqs) >= COLD:  # first steps of a text tell it worst
             return OFF, "probe:plain"
         room = self._room(seqs, page) if room is None else room
         if page.cheapest > room:
@@ -308,17 +310,19 @@ class Adaptive:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, any(record.drafted)
         if (self.asleep or self.silent) and not record.levels and self.page is not None:
-            if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM)):
+            if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM, _age(seqs) - 1)):
                 self._settle()
             self.calm, self.since_plain = self.calm + 1, 0
             return
         rows = step.rows if step else self._rows(seqs)
         calm, self.calm = self.calm >= CALM and not drafted, 0 if drafted else self.calm + 1
         self.since_plain = self.since_plain + 1 if record.levels else 0
+        held = Held(seqs, record, step, self.looked, calm, _age(seqs) - 1)
         if self._teaches() or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
-            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, self.tables.costs.pace))
+            pace = self.tables.costs.pace * self.tables.costs.chill(held.age)
+            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, pace))
             if self.page is None or len(self.lessons) >= BATCH:
                 self._settle()
                 self._digest()
@@ -326,8 +330,8 @@ class Adaptive:
         if step is None:  # what a plain step tells is asked for at once
             self._settle()
             if self.page is not None:
-                self.accounts.charge(self.page, seqs, rows, record, None, calm, self.looked)
-        elif self.accounts.hold(Held(seqs, record, step, self.looked, calm)) or min([row.worth for row in rows]) < 0:
+                self.accounts.charge(self.page, rows, held)
+        elif self.accounts.hold(held) or min([row.worth for row in rows]) < 0:
             self._settle()  # at once where looks lose, and what this one brought says who rests
         if record.levels:
             self._remember(seqs, rows, record, step)
@@ -347,6 +351,11 @@ class Adaptive:
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
         self.lessons = []
+
+
+def _age(seqs: list[Sequence]) -> int:
+    """Steps of the oldest of these texts."""
+    return max([s.steps for s in seqs])
 
 
 def _longest(draft: Draft) -> int:

@@ -17,8 +17,10 @@ from outrider.core.errors import OutriderError
 DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
 FEW = 4  # observations after which a number is believed whatever larger ones take
+WIDEST = 2.0  # times what was expected: a step that takes longer was held up by the machine, which plain steps are as well
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
 PACE, JOLT = 0.2, 1.5  # weight of one step in the machine's present pace, and for how many times what was expected it counts at most
+COLD = 4  # steps of a text that find caches cold: what was done before it, its prompt above all, has taken their place
 STEADY = 0.01  # weight of one plain step in what such steps take at pace 1: the pace moves fast, the shape of the costs slowly
 OWED = 0.1  # weight of one plain step in what plain decoding takes now
 MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
@@ -115,18 +117,19 @@ class Curve:
     start: float
     slope: float
     seen: dict[int, list[float]] = field(default_factory=dict)
-    spread: float = 1.5  # of observations over expectations, 99th percentile
+    spread: float = 1.5  # of observations over expectations, 99th percentile; no more than WIDEST
     line: list[float] = field(default_factory=list)
     shape: list[float] = field(default_factory=list)  # the line over its value at 0
     stale: bool = False
 
     def __post_init__(self) -> None:
+        self.spread = min(self.spread, WIDEST)
         self.draw()
 
     def add(self, n: int, value: float) -> None:
         """Take in one observation."""
         count, mean = self.seen.get(n) or (0.0, self.line[n])
-        self.spread += 0.02 * self.spread * (0.99 if value > self.spread * mean else -0.01)
+        self.spread = min(self.spread * (1 + 0.02 * (0.99 if value > self.spread * mean else -0.01)), WIDEST)
         clipped = min(max(value, mean / CLIP), mean * CLIP)
         self.seen[n] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)]
         self.stale = True
@@ -182,6 +185,7 @@ class Costs:
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, dict[int, float]] = {}
         self.pace = 1.0
+        self.cold = [1.0] * COLD  # times as long as later ones that the first steps of a text take
         self.lately: dict[Situation, list[float]] = {}  # [observations, seconds, pace] of a step of plain decoding, when last seen
         self.told: tuple[float, float] | None = None  # what plain steps took last, over what they take at pace 1, and the pace then
         self.plains: dict[Situation, int] = {}
@@ -277,9 +281,17 @@ class Costs:
     def _moved(self, at: Situation) -> bool:
         return at in self.lately and not 1 / MOVED < self.pace / self.lately[at][2] < MOVED
 
-    def felt(self, ratio: float) -> float:
-        """A step took `ratio` times what was expected of it at the present pace. Returns how many times slower the machine is now held to be."""
+    def chill(self, age: int) -> float:
+        """Times as long as a later one that the step of a text takes that has `age` before it."""
+        return self.cold[age] if age < COLD else 1.0
+
+    def felt(self, ratio: float, age: int = COLD) -> float:
+        """A step took `ratio` times what was expected of it at the present pace, and so many steps into its text. Returns how many times slower the machine is now held
+        to be: that of first steps it tells nothing."""
         change = 1 + PACE * (min(max(ratio, 1 / JOLT), JOLT) - 1)
+        if age < COLD:
+            self.cold[age] = max(self.cold[age] * change, 1.0)
+            return 1.0
         self.pace *= change
         return change
 
