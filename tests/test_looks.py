@@ -58,7 +58,7 @@ def test_thinking_counts_in_whether_a_look_pays(thinking: float, share: float) -
     of = trace(4, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.25}, texts=4)
     controller = adaptive(of)
     beside = controller.accounts.beside
-    controller.accounts.beside = lambda record: beside(record) + thinking * bool(record.levels)
+    controller.accounts.beside = lambda record, drafting: beside(record, drafting) + thinking * bool(record.levels)
     records = flat(drive(of, controller))
     asked = sum(bool(r.levels) for r in records) / len(records)
     assert asked > share if thinking == 0 else asked < share
@@ -126,7 +126,7 @@ def test_a_long_rest_is_slept_soundly_and_earns_as_much() -> None:
         of = trace(6, costs(linear(0.3), {"lookup": linear(0.0, 0.21)}), {"lookup": lambda t, d: 0.02}, texts=6, length=300)
         controller, noted, credit = adaptive(of), list[StepRecord](), list[float]()
         note, ended, beside = controller._note, controller.starts.ended, controller.accounts.beside
-        controller.accounts.beside = lambda record: beside(record) + 0.6 * bool(record.levels)
+        controller.accounts.beside = lambda record, drafting: beside(record, drafting) + 0.6 * bool(record.levels)
         controller._note = lambda seqs, record: (noted.append(record), note(seqs, record))[1]
         controller.starts.ended = lambda row: (credit.extend(controller.ledger.credit.values()), ended(row))[1]
         records = flat(drive(of, controller))

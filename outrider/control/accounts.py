@@ -69,7 +69,7 @@ class Accounts:
             if any(record.drafted):
                 self.unsettled += _own(record) - earns * self.tables.costs.chill(held.age) * min(record.emitted)
             else:  # charged by its own clock, but for what was thought and drafted
-                self.unsettled += page.owed + self._aside(record) - earns * (1.0 if held.calm else min(page.steady, 1.0))
+                self.unsettled += page.owed + self._aside(record, _drafting(record)) - earns * (1.0 if held.calm else min(page.steady, 1.0))
         self.counted = len(self.held)
         return self.unsettled
 
@@ -90,7 +90,7 @@ class Accounts:
         What they leave is known at their end: a debt that the later ones pay back is none."""
         owed, spent, thought, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
-            beside = self.beside(h.record)
+            beside = self.beside(h.record, _drafting(h.record))
             took, earned = self._plainly(page, h, beside)
             owed.append(earned)
             spent += took
@@ -117,10 +117,10 @@ class Accounts:
     def charge(self, page: Page, rows: list[Row], held: Held) -> None:
         """What a step gave and took."""
         seqs, record, step, names, chill = held.seqs, held.record, held.step, held.names, self.tables.costs.chill(held.age)
-        took, owed, bad_case, nodes, beside = _own(record), page.owed * chill, None, min(max(record.drafted), DEEPEST), self.beside(record)
-        read = self.ledger.forgive(seqs, drafting_of(record) - step.spent * page.plain) if step is not None and step.reads else 0.0
-        worth, own = (read - beside) / page.plain if page.plain else 0.0, took - drafting_of(record) - record.seconds.get("jit", 0.0)
-        spent = took - read
+        took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(max(record.drafted), DEEPEST)
+        read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
+        beside, own, spent = self.beside(record, drafting), took - drafting - record.seconds.get("jit", 0.0), took - read
+        worth = (read - beside) / page.plain if page.plain else 0.0
         if not nodes:
             spent, owed = self._plainly(page, held, beside)
             spent -= read
@@ -149,21 +149,21 @@ class Accounts:
         if expected := page.plain * chill * (page.seconds[nodes] if nodes else page.steady if held.calm else 1.0):
             page.plain *= costs.felt(own / expected, held.age)
 
-    def beside(self, record: StepRecord) -> float:
-        """Seconds of thinking and drafting: what a step in which nothing was verified would not have taken in plain decoding."""
+    def beside(self, record: StepRecord, drafting: float) -> float:
+        """Seconds of thinking and `drafting`: what a step in which nothing was verified would not have taken in plain decoding."""
         choosing = record.seconds.get("choose", 0.0)
         self.quickest = min(choosing, 1.001 * self.quickest)
         if record.levels:
             thinking = choosing - self.quickest + record.seconds.get("draft", 0.0)
             self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
-        return self._aside(record)
+        return self._aside(record, drafting)
 
-    def _aside(self, record: StepRecord) -> float:
+    def _aside(self, record: StepRecord, drafting: float) -> float:
         """The same, and nothing is learned of it."""
         thinking = max(record.seconds.get("choose", 0.0) - self.quickest, 0.0)
         if not record.levels:
             return thinking
-        return thinking + record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) + drafting_of(record)  # a plan's first code, too
+        return thinking + record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) + drafting  # a plan's first code, too
 
 
 def _own(record: StepRecord) -> float:
@@ -171,6 +171,6 @@ def _own(record: StepRecord) -> float:
     return record.reading.seconds - record.seconds.get("prefill", 0.0)
 
 
-def drafting_of(record: StepRecord) -> float:
+def _drafting(record: StepRecord) -> float:
     """Seconds of its drafters."""
     return sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])

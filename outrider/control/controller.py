@@ -79,24 +79,31 @@ class Adaptive:
         room = self._room(seqs, page) if page and not page.outdated and self.ledger.short(seqs, page.owed) else None
         if page and room is not None and page.cheapest > room:
             return OFF, self._earn(page.cheapest - room, page)  # nobody could be paid: what they would say is not looked at
-        says = {name: awake(seqs, rows, name, self._least) for name in self.tables.bits}
-        names, self.looked = [name for name in says if says[name] == GUESSES], tuple([name for name in says if says[name] != RESTS])
+        names, self.looked, unpaid = self._look(seqs, rows)
         if not names:
             self.silent = bool(self.looked)
-            return OFF, self._silence(UNPAID in says.values()) if self.silent else self._sleep(rows)
-        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST:
-            return OFF, "probe:plain"
-        if (page.outdated or self.since_plain >= REMEASURE) and _age(seqs) >= COLD:  # first steps of a text tell it worst
-            return OFF, "probe:plain"
+            return OFF, self._silence(unpaid) if self.silent else self._sleep(rows)
+        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or (self._asks(page) and _age(seqs) >= COLD):
+            return OFF, "probe:plain"  # first steps of a text tell it worst
         room = self._room(seqs, page) if room is None else room
         if page.cheapest > room:
             return OFF, self._earn(page.cheapest - room, page)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
-        near = min(max([row.reach for row in rows]), page.deepest)
-        near = next(depth for depth in REACHES if depth >= near)
-        return self._planned(page, names, near), "off:no-guess"
+        near = max([row.reach for row in rows]) > NEAR and page.deepest > NEAR
+        return self._planned(page, names, REACHES[near]), "off:no-guess"
+
+    def _look(self, seqs: list[Sequence], rows: list[Row]) -> tuple[list[str], tuple[str, ...], bool]:
+        """Those who may have a guess worth asking for; all who were looked at; had anybody one that is not?"""
+        names, looked, unpaid = list[str](), list[str](), False
+        for name in self.tables.bits:
+            if (said := awake(seqs, rows, name, self._least)) != RESTS:
+                looked.append(name)
+                unpaid = unpaid or said == UNPAID
+                if said == GUESSES:
+                    names.append(name)
+        return names, tuple(looked), unpaid
 
     def _planned(self, page: Page, names: list[str], near: int) -> Plan:
         """How deep these may go, where drafts are worth looking at `near` nodes deep."""
@@ -106,6 +113,10 @@ class Adaptive:
         plan = self.plans.get(key) or self.plans.setdefault(key, _plan(key))
         self.chosen = page, names, near, plan
         return plan
+
+    def _asks(self, page: Page) -> bool:
+        """Is it time to ask what plain decoding takes now?"""
+        return page.outdated or self.since_plain >= REMEASURE
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
@@ -355,7 +366,10 @@ class Adaptive:
 
 def _age(seqs: list[Sequence]) -> int:
     """Steps of the oldest of these texts."""
-    return max([s.steps for s in seqs])
+    most = 0
+    for seq in seqs:
+        most = max(most, seq.steps)
+    return most
 
 
 def _longest(draft: Draft) -> int:

@@ -5,6 +5,7 @@ latest in the lowest bit). All are a few thousand numbers that a profile keeps. 
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 from outrider.core.config import nearest
@@ -45,7 +46,23 @@ class Counters:
         cell[0] = min(cell[0] + weight, HALVE)
 
 
-class Static:
+class Predictor(ABC):
+    """What all rungs of the ladder do. `depth`: from 1; `history`: the row's verdicts before this node; `weight`: nodes that a verdict stands for."""
+
+    @abstractmethod
+    def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
+        """The chance, in FLOOR..CEILING, that a node is accepted if its parent is."""
+
+    @abstractmethod
+    def update(self, drafter: str, depth: int, score: float, history: int, verdict: float, weight: float = 1.0) -> None:
+        """Learn from a verdict (1: accepted)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a later process starts from."""
+
+
+class Static(Predictor):
     """The drafter's own estimate."""
 
     def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
@@ -57,7 +74,7 @@ class Static:
         return {}
 
 
-class Bimodal:
+class Bimodal(Predictor):
     """A counter per drafter and depth."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
@@ -73,7 +90,7 @@ class Bimodal:
         return {"cells": self.counters.cells}
 
 
-class GShare:
+class GShare(Predictor):
     """A counter per drafter, depth and the row's last eight verdicts, hashed into a table of fixed size."""
 
     SIZE = 1024
@@ -95,7 +112,7 @@ class GShare:
         return {"cells": self.counters.cells}
 
 
-class Logistic:
+class Logistic(Predictor):
     """A perceptron with a soft threshold: log-odds linear in the score's log-odds, the depth and the last verdicts,
     learned at every verdict with steps that shrink by feature (AdaGrad). The score never counts against a node."""
 
@@ -141,7 +158,7 @@ class Logistic:
         return {"weights": self.weights, "squares": self.squares}
 
 
-class Tage:
+class Tage(Predictor):
     """Tagged tables of geometric history lengths over a base table (Seznec & Michaud, JILP 2006). The longest history whose
     tag fits and that has been seen often enough answers; a logistic corrects it where it has more to say.
 
@@ -231,8 +248,9 @@ class Tage:
 LADDER: dict[str, Any] = {"static": Static, "bimodal": Bimodal, "gshare": GShare, "logistic": Logistic, "tage": Tage}
 
 
-def predictor(name: str, state: dict[str, Any] | None = None) -> Any:
+def predictor(name: str, state: dict[str, Any] | None = None) -> Predictor:
     """A predictor of the ladder, as it was when its state was kept."""
     if name not in LADDER:
         raise nearest(name, LADDER, "predictor")
-    return LADDER[name]() if name == "static" else LADDER[name](state)
+    made: Predictor = LADDER[name]() if name == "static" else LADDER[name](state)
+    return made

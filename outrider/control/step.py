@@ -57,7 +57,7 @@ class Step:
         """`deeper` of a chain that a drafter makes by itself where there was no node before."""
         name, survival, tables = self.going, self.survival, self.tables
         level, history = self.levels[name], self.rows[0].history
-        chance = tables.chance(self.page, name, level, score, history)
+        chance = tables.chance(name, level, score, history)
         survival.append((survival[-1] if survival else 1.0) * chance)
         if (self.trial and level >= PROBED) or not self._deepens(name, level, sum(survival, 1.0), survival[-1] * chance, chance):
             self.stopped = name
@@ -70,7 +70,7 @@ class Step:
         """Chances of a guess that is not yet made and of those below it. Who is sure goes on to be: they are as likely as the guess before."""
         if place < 0:
             return self.tables.first(name, self.rows[~place].history), self.page.after[name]
-        chance = self.tables.chance(self.page, name, draft.depth[place], draft.score[place], self.rows[draft.row[place]].history)
+        chance = self.tables.chance(name, draft.depth[place], draft.score[place], self.rows[draft.row[place]].history)
         return chance, chance
 
     def _deepens(self, name: str, nodes: int, have: float, reach: float, after: float) -> bool:
@@ -105,14 +105,15 @@ class Step:
 
     def survivals(self, draft: Draft) -> list[float]:
         """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
-        out, page, chance = self.survival, self.page, self.tables.chance
-        alike, p = (0, -1.0), 0.0  # deep nodes of one source and one score are as likely as each other
+        out, tables, p = self.survival, self.tables, 0.0
+        before, known = 0, -1.0  # deep nodes of one source and one score are as likely as each other
         for n in range(len(out), len(draft)):
             depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
-            if depth <= LEVELS or (source, score) != alike:
-                history = self.rows[draft.row[n]].history
-                p = max([chance(page, name, depth, score, history) for name in self.tables.marked(source)])
-                alike = (source, score)
+            if depth <= LEVELS or source != before or score != known:
+                history, p = self.rows[draft.row[n]].history, 0.0
+                for name in tables.marked(source):
+                    p = max(p, tables.chance(name, depth, score, history))
+                before, known = source, score
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
         return out
 

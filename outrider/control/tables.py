@@ -70,7 +70,6 @@ class Page:
     scores: dict[tuple[str, int], float] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
-    known: dict[tuple[str, int, float, int], float] = field(default_factory=dict)
     chains: dict[tuple[int, float, float, tuple[int, ...], tuple[float, ...]], tuple[int, float]] = field(default_factory=dict)
 
 
@@ -205,7 +204,7 @@ class Tables:
         return page.least[key]
 
     def _pays(self, page: Page, name: str, score: float, history: int, thinking: float) -> bool:
-        gained, then, drafting = 1.0, self.chance(page, name, 1, score, history), page.drafting[name]
+        gained, then, drafting = 1.0, self.chance(name, 1, score, history), page.drafting[name]
         for k in range(1, LOOKED + 1):
             gained += then
             if gained * min(page.steady, 1.0) > (1 + MARGIN) * (thinking + drafting[k] + page.verify[k]):
@@ -213,14 +212,10 @@ class Tables:
             then *= self.below(name, score) if k == 1 else page.after[name]
         return False
 
-    def chance(self, page: Page, name: str, depth: int, score: float, history: int) -> float:
-        """That a node is accepted if its parent is; kept for the life of a page."""
+    def chance(self, name: str, depth: int, score: float, history: int) -> float:
+        """That a node is accepted if its parent is."""
         depth = min(depth, ALIKE)
-        history = past(history, depth)
-        key = (name, depth, score, history & SEEN)
-        if (p := page.known.get(key)) is None:
-            p = page.known[key] = self.predictor.predict(name, depth, score, history)
-        return p
+        return self.predictor.predict(name, depth, score, past(history, depth))
 
     def below(self, name: str, score: float) -> float:
         """That the unseen child of an accepted node with this score is accepted."""
