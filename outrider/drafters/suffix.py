@@ -1,13 +1,13 @@
 """An index of a growing text: where did its last words stand before, and what followed them there?
 
-Every place of the text is filed under the token before it, and under the two; a match is lengthened by comparing backwards, as far as
-`cap`. Filing a token costs a microsecond, so a prompt is read at once, and looking costs what there are places. Counts over
+Every place of the text knows the one before it that stands behind the same two tokens, and the same one; a match is lengthened by comparing
+backwards, as far as `cap`. Filing a token costs a microsecond, so a prompt is read at once, and looking costs what there are places. Counts over
 them make continuations frequency-weighted (as in SuffixDecoding, 2411.04975). Knows nothing of models or drafts.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
+ID = 31  # bits of a token
 RECENT = 64  # places that are looked at, the latest: more say no more, and text that repeats itself has no end of them
 DOUBT, CERTAIN = 2.4, 22  # squared evidence for which a continuation is an even bet; evidence from which on none is left to doubt
 SURE = [x * x / (x * x + DOUBT) for x in range(CERTAIN + 1)]  # by evidence: tokens that match, times places that go on alike
@@ -32,41 +32,40 @@ class SuffixIndex:
     """
 
     def __init__(self, cap: int = 24, least: int = 1) -> None:
-        self.cap, self.filed = cap, sorted({max(least, 2), least}, reverse=True)
+        self.cap, self.least = cap, least
         self.text: list[int] = []
-        self.places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # of a token that follows these
-        self.open: list[tuple[int, list[int]]] = []  # those that the next place is filed in, by how many tokens they ask for, once looked for
+        self.latest: tuple[dict[int, int], dict[int, int]] = ({}, {})  # the last place behind two tokens, by both; behind one
+        self.pair, self.one = [-1], [-1]  # by place, the one before it that is behind the same two tokens; the same one; -1: none
 
     def extend(self, tokens: list[int]) -> None:
         """Add tokens to the text."""
-        text, places, before = self.text, self.places, len(self.text)
+        text, (pairs, ones), end = self.text, self.latest, len(self.text)
         text += tokens
-        if self.open and tokens:
-            for _, known in self.open:
-                known.append(before)
-            self.open, before = [], before + 1
-        for size in self.filed:
-            for end in range(max(before, size), len(text)):
-                places[_before(text, end, size)].append(end)
+        while end < len(text):
+            token, both = text[end], text[end - 1] << ID | text[end] if end else -1
+            end += 1
+            self.pair.append(pairs.get(both, -1))
+            self.one.append(ones.get(token, -1))
+            pairs[both] = ones[token] = end
 
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
-        text, end = self.text, len(self.text)
-        self.open = self.open or [(size, self.places[_before(text, end, size)]) for size in self.filed if size <= end]
-        depth, places = next(((size, known[-RECENT:]) for size, known in self.open if known), (0, []))
+        text, end, depth, places = self.text, len(self.text), 2, _chain(self.pair)
+        if not places:
+            depth, places = 1, _chain(self.one)
         most = min(self.cap, end)
         while len(places) > 1 and depth < most:
             token = text[end - 1 - depth]
             longer = [p for p in places if p > depth and text[p - 1 - depth] == token]
             if not longer:
-                return Cursor(places, depth, [])
+                break
             places, depth = longer, depth + 1
         if len(places) == 1:  # in a text that copies, most of the way
             place = places[0]
             most = min(most, place)
             while depth < most and text[place - 1 - depth] == text[end - 1 - depth]:
                 depth += 1
-        return Cursor(places, depth, []) if places else None
+        return Cursor(places, depth, []) if places and depth >= self.least else None
 
     def first(self, cursor: Cursor) -> float:
         """The chance of the most frequent continuation of a match, as `follow` has it."""
@@ -118,9 +117,14 @@ class SuffixIndex:
         return out
 
 
-def _before(text: list[int], end: int, size: int) -> tuple[int, ...]:
-    """The `size` tokens before a place."""
-    return (text[end - 1],) if size == 1 else (text[end - 2], text[end - 1]) if size == 2 else tuple(text[end - size : end])
+def _chain(before: list[int]) -> list[int]:
+    """The latest places that are behind the same as the end of the text, in their order."""
+    place, places = before[-1], list[int]()
+    while place >= 0 and len(places) < RECENT:
+        places.append(place)
+        place = before[place]
+    places.reverse()
+    return places
 
 
 def sure(evidence: int) -> float:
