@@ -99,7 +99,7 @@ def test_who_read_much_and_saved_little_is_believed_less(silent: int, each: floa
     controller = adaptive(of := replace(of, texts=[replace(one, length=100) for one in of.texts]))
     began = [any(r.levels.get("model") for r in records) for records in drive(of, controller)]
     observations, saved = controller.tables.next.cells["model saved"]
-    assert sum(began[:8]) >= 6 and observations == sum(began)
+    assert sum(began[:8]) > 4 and observations == sum(began)
     if silent > 120:
         assert all(began) and saved == 1.0
     else:

@@ -320,11 +320,11 @@ def test_a_machine_that_changes_its_pace_for_good_is_found_out(pace: float, chan
 
 
 def test_a_text_that_begins_cold_is_no_slower_machine() -> None:
-    """Short texts, the first four steps of which take up to twice as long: the pace stays what it is, so do costs and what plain decoding takes, and no plain step is asked for
-    where it would tell least."""
+    """Short texts, the first four steps of which take up to twice as long, more or less: the pace stays what it is, so do costs, their spread and what plain decoding takes, and
+    no plain step is asked for where it would tell least."""
     of = trace(3, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.7}, length=24, texts=60)
     controller, paces, steps, cold = adaptive(of), list[float](), list[int](), (2.0, 1.6, 1.3, 1.1)
-    world = Weather(of)
+    world, rng = Weather(of), random.Random(5)
 
     def slowed(n: int, name: str) -> float:
         if name == "lookup":
@@ -332,13 +332,13 @@ def test_a_text_that_begins_cold_is_no_slower_machine() -> None:
         paces.append(controller.tables.costs.pace)
         steps[:] = [*steps, 0] if steps and world.text is begun[0] else [0]
         begun[0] = world.text
-        return cold[len(steps) - 1] if len(steps) <= COLD else 1.0
+        return cold[len(steps) - 1] * rng.uniform(0.8, 1.2) if len(steps) <= COLD else 1.0
 
     begun, world.factor = [None], slowed
     texts = drive(of, controller, world)
     assert controller.tables.costs.cold == pytest.approx(cold, rel=0.1)
     assert paces == pytest.approx([1.0] * len(paces), rel=0.05)
-    assert controller.page.owed == pytest.approx(1.0, rel=0.05) and controller.page.spread < 1.5
+    assert controller.page.owed == pytest.approx(1.0, rel=0.05) and controller.page.spread <= 1.1
     assert controller.tables.costs.verify[controller.page.at].line[:9] == pytest.approx([1 + 0.1 * n for n in range(9)], rel=0.1)
     assert not any(r.reason in ("probe:plain", "off:guard") for records in texts for r in records)
 

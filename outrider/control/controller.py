@@ -333,7 +333,7 @@ class Adaptive:
             at = step.page.at if step else self._situation(seqs)
             behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
             pace = self.tables.costs.pace * self.tables.costs.chill(held.age)
-            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, pace))
+            self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, pace, held.age < COLD))
             if self.page is None or len(self.lessons) >= BATCH:
                 self._settle()
                 self._digest()

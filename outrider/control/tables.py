@@ -13,7 +13,7 @@ from typing import Any
 from outrider.control.hedge import Hedge
 from outrider.control.predict import LEVELS, Counters, bucket, logit, predictor
 from outrider.core.types import Draft, StepRecord
-from outrider.measure.cost import DEEPEST, Costs, Situation
+from outrider.measure.cost import DEEPEST, FAR, FEW, Costs, Situation
 from outrider.measure.trace import by_rank, verdicts
 
 UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
@@ -35,7 +35,7 @@ SEEN = 3  # last verdicts that predictions tell apart between two pages
 @dataclass(slots=True)
 class Lesson:
     """A record to be learned from: its situation, each row's verdicts before it, how far drafters were
-    behind, whether many plain steps went before, and the machine's pace."""
+    behind, whether many plain steps went before, the machine's pace, and whether it is one of the first of its text."""
 
     record: StepRecord
     at: Situation
@@ -43,6 +43,7 @@ class Lesson:
     behind: dict[str, int]
     calm: bool
     pace: float
+    cold: bool = False
 
 
 @dataclass(slots=True)
@@ -240,14 +241,17 @@ class Tables:
 
     def _costs(self, lesson: Lesson) -> None:
         record, at, drafting = lesson.record, lesson.at, 0.0
+        known = lesson.cold and self.costs.plains.get(at, 0) > FEW  # what first steps take is no news there, but for reading
         for name, levels in record.levels.items():
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
-            if at in self.costs.verify:
-                self.costs.drafted(name, at, min(levels, DEEPEST), took / lesson.pace, lesson.behind.get(name, 0))
+            behind = lesson.behind.get(name, 0)
+            if at in self.costs.verify and (behind > FAR or not known):
+                self.costs.drafted(name, at, min(levels, DEEPEST), took / lesson.pace, behind)
         nodes = min(max(record.drafted), DEEPEST)
         once = record.seconds.get("prefill", 0.0) + record.seconds.get("jit", 0.0)
-        self.costs.verified(at, nodes, (record.reading.seconds - once - drafting) / lesson.pace, lesson.calm)
+        if not known:
+            self.costs.verified(at, nodes, (record.reading.seconds - once - drafting) / lesson.pace, lesson.calm)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""
