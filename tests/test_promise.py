@@ -17,12 +17,12 @@ from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED, Held
 from outrider.control.controller import EARN, Adaptive
-from outrider.control.guard import CALM_BEFORE, FADE, GRANT, LONGEST, Ledger
+from outrider.control.guard import GRANT, Ledger
 from outrider.control.rows import awake
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
 from outrider.drafters.lookup import Lookup
-from outrider.measure.cost import COLD, Costs
+from outrider.measure.cost import CALM_BEFORE, COLD, FADE, LONGEST, Costs
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -248,9 +248,9 @@ def test_a_machine_that_holds_up_all_steps_keeps_nobody_from_drafting(hit: str) 
     texts = drive(of, controller, Weather(of, lambda n, name: 20.0 if held(n, name) else 1.0))
     guarded = [sum(r.reason == "off:guard" for r in records) for records in texts]
     if hit == "all":
-        assert sum(guarded[4:]) < 0.05 * sum(map(len, texts[4:])) and controller.ledger.held > 0
+        assert sum(guarded[4:]) < 0.05 * sum(map(len, texts[4:])) and controller.ledger.holdups.held > 0
     else:
-        assert controller.ledger.held == 0 and controller.ledger.spared == 0
+        assert controller.ledger.holdups.held == 0 and controller.ledger.spared == 0
 
 
 def test_what_is_spared_is_what_plain_steps_would_have_met() -> None:
@@ -262,7 +262,7 @@ def test_what_is_spared_is_what_plain_steps_would_have_met() -> None:
     ledger.plainly(5.0, 1.0)
     left = 1 - FADE
     share = 4 / (CALM_BEFORE * left**10 + sum(left**n for n in range(1, 10)) + 5)
-    assert ledger.held / ledger.met == pytest.approx(share)
+    assert ledger.holdups.held / ledger.holdups.met == pytest.approx(share)
     assert ledger.fairly(2.0, 2.0) == 2.0 and ledger.spared == pytest.approx(2 * share)
     assert ledger.fairly(20.0, 2.0) == pytest.approx(20 - 22 * share) and ledger.spared == pytest.approx(0.0)
     assert ledger.fairly(1.0, 2.0) == 1.0
@@ -272,10 +272,10 @@ def test_a_machine_that_was_suspended_forgives_nobody() -> None:
     """A plain step of an hour is one hold-up among thousands, and forgotten in time; a speculative step of an hour is charged but for what a hold-up counts."""
     ledger = Ledger(0.05)
     assert ledger.plainly(3.6e6, 1.0) == LONGEST
-    assert 0 < ledger.held / ledger.met < 0.11
+    assert 0 < ledger.holdups.held / ledger.holdups.met < 0.11
     for _ in range(10_000):
         ledger.plainly(1.0, 1.0)
-    assert ledger.held / ledger.met < 0.001
+    assert ledger.holdups.held / ledger.holdups.met < 0.001
     for _ in range(1000):
         ledger.fairly(100.0, 100.0)
     assert ledger.fairly(3.6e6, 1.0) >= 3.6e6 - LONGEST and ledger.spared < LONGEST

@@ -38,7 +38,7 @@ class Adaptive:
     asks: ClassVar[bool] = True
 
     def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
-        self.tables, self.tier, self.ledger = tables, tier, Ledger(slowdown)
+        self.tables, self.tier, self.ledger = tables, tier, Ledger(slowdown, holdups=tables.costs.holdups)
         self.starts = Starts(tables, self.ledger, cautious)
         self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}

@@ -5,24 +5,23 @@ step spends what it took; where nothing was verified, no more than such steps ta
 held up as well. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at most
 (1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case. A drafter that must read the
 prompt before it begins may take READING of what the target took for that, and only for that, beside. A machine that holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time, by
-what its steps met of late, is not charged.
+what its steps met of late, in requests and while they were measured, is not charged.
 """
 
 from dataclasses import dataclass, field
 
 from outrider.core.types import Sequence
+from outrider.measure.cost import LONGEST, Holdups
 
 GRANT = 8.0  # plain steps that a request begins with: from nothing drafting could hardly ever start
 READING = 0.5  # of the time that the target took to read a prompt: what drafters may take for it
-LONGEST = 32.0  # usual steps that a hold-up counts at most
-CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
 
 
 @dataclass(slots=True)
 class Ledger:
     """Credit in seconds by request. `stalls`: speculative steps that took longer than the bad case they were admitted
-    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `met`: what plain steps took of late, and
-    `held`, how much of that they were held up, in usual steps; `spared`: seconds of holding up that speculative steps may still have, as plain ones would;
+    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `holdups`: what plain steps
+    met of late; `spared`: seconds of holding up that speculative steps may still have, as plain ones would;
     `unread`: by request, seconds that drafters may still take to read its prompt."""
 
     allowance: float = 0.05
@@ -30,8 +29,7 @@ class Ledger:
     stalls: int = 0
     debts: int = 0
     worst: float = 0.0
-    met: float = CALM_BEFORE
-    held: float = 0.0
+    holdups: Holdups = field(default_factory=Holdups)
     spared: float = 0.0
     unread: dict[str, float] = field(default_factory=dict)
 
@@ -76,15 +74,12 @@ class Ledger:
         was suspended for an hour earns nobody an hour's share, and says nothing of the next hour."""
         if usual <= 0:  # a clock too coarse to tell
             return seconds
-        counted = min(seconds, LONGEST * usual)
-        self.met = (1 - FADE) * self.met + counted / usual
-        self.held = (1 - FADE) * self.held + max(counted / usual - 1, 0.0)
-        return counted
+        return self.holdups.see(seconds / usual) * usual
 
     def fairly(self, seconds: float, usual: float) -> float:
         """What a speculative step is charged that took `seconds`."""
         counted = min(seconds, LONGEST * usual)
-        self.spared = min(self.spared + counted * self.held / self.met, LONGEST * usual)
+        self.spared = min(self.spared + counted * self.holdups.held / self.holdups.met, LONGEST * usual)
         off = min(max(counted - usual, 0.0), self.spared)
         self.spared -= off
         return seconds - off

@@ -26,6 +26,8 @@ OWED = 0.1  # weight of one plain step in what plain decoding takes now
 MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
 SOONER, LATER = 0.5, 0.2  # weight of a reading that took less than half of what was expected, and of others: what is cold only ever takes longer
+LONGEST = 32.0  # usual steps that a hold-up counts at most
+CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
 CALM = 10  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
 FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
 
@@ -110,6 +112,22 @@ def situation(tier: str, rows: int, context: int, sampled: bool) -> Situation:
 
 
 @dataclass(slots=True)
+class Holdups:
+    """How much of their time the machine holds plain steps up, of late: `met`, what they took, in steps such as are usual at worst; `held`, what of
+    it was more than that."""
+
+    met: float = CALM_BEFORE
+    held: float = 0.0
+
+    def see(self, steps: float) -> float:
+        """A plain step took as long as so many. Returns how many of them count."""
+        counted = min(steps, LONGEST)
+        self.met = (1 - FADE) * self.met + counted
+        self.held = (1 - FADE) * self.held + max(counted - 1, 0.0)
+        return counted
+
+
+@dataclass(slots=True)
 class Curve:
     """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are
     (cliffs stay), but that one seen FEW times or less is not believed to take longer than a larger one: it was a busy moment. Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
@@ -184,7 +202,7 @@ class Costs:
         self.verify: dict[Situation, Curve] = {}
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, dict[int, float]] = {}
-        self.pace = 1.0
+        self.pace, self.holdups = 1.0, Holdups()
         self.cold = [1.0] * COLD  # times as long as later ones that the first steps of a text take
         self.lately: dict[Situation, list[float]] = {}  # [observations, seconds, pace] of a step of plain decoding, when last seen
         self.told: tuple[float, float] | None = None  # what plain steps took last, over what they take at pace 1, and the pace then
@@ -199,6 +217,7 @@ class Costs:
             "catch_up": {f"{name} @ {size}": [1, each] for name, sizes in self.catch_up.items() for size, each in sizes.items()},
             "steady": {at.name(): [1, seconds] for at, seconds in self.steady.items()},
             "plains": {at.name(): count for at, count in self.plains.items()},
+            "holdups": [self.holdups.met, self.holdups.held / self.holdups.met],
         }
 
     def take(self, state: dict[str, Any]) -> None:
@@ -212,6 +231,11 @@ class Costs:
             self.catch_up.setdefault(name if mark else key, {})[int(size) if mark else 8] = each  # older files have one price for any number
         self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
         self.plains = {named(at): count for at, count in state.get("plains", {}).items()}
+        count, share = state.get("holdups", (CALM_BEFORE, 0.0))
+        if count <= 0 or not 0 <= share <= 1:
+            raise ValueError("what plain steps took is more than 0, and how much of it they were held up a share")
+        self.holdups.met = min(count, 1 / FADE)
+        self.holdups.held = share * self.holdups.met
 
     def verifying(self, at: Situation) -> Curve | None:
         """The curve of a situation; one never met begins as its nearest relative's; None where there is none."""

@@ -196,12 +196,13 @@ class Found:
         self.read: dict[str, int] = {}
         self.steady: list[float] = []
         self.taken, self.seen, self.plain, self.tier, self.texts = 0, 0, 0, "", 0
+        self.told = 0  # plain steps of which it was said how the machine held them up
 
     def begin(self) -> None:
         """Another text, or the same once more: its first steps warm up, and so do those in which drafters find or read what they had read. All
         of the first text did no more, if there is time for a second, but for what models read."""
         if self.texts == 1:
-            self.verify, self.draft, self.steady = {}, {}, []
+            self.verify, self.draft, self.steady, self.told = {}, {}, [], 0
             self.far = {name: readings for name, readings in self.far.items() if name in self.models}
         self.seen, self.plain, self.texts = 0, 0, self.texts + 1
         self.read.clear()
@@ -241,6 +242,9 @@ class Found:
         costs.pace = 1.0
         costs.verify[at] = Curve(middle[0], max(slope, 0.0), {n: [float(len(self.verify[n])), t] for n, t in middle.items()}, spread)
         costs.plains[at] = max(costs.plains.get(at, 0), len(self.verify[0]))
+        for took in self.verify[0][self.told :]:
+            costs.holdups.see(took / (middle[0] * costs.verify[at].spread))
+        self.told = len(self.verify[0])
         if self.steady:
             costs.steady[at] = median(self.steady)
         for name, times in self.draft.items():
