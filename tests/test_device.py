@@ -181,7 +181,7 @@ def test_a_chain_that_is_asked_between_guesses_ends_where_single_levels_do(level
         with monkeypatch.context() as fixed_costs:
             fixed_costs.setattr(controller.tables, "_drafting", lambda name, at: [level * n for n in range(33)])
             fixed_costs.setattr(controller.tables, "page", lambda at: replace(found, verify=verify) if (found := page(at)) else None)
-            fixed_costs.setattr(controller.tables, "chance", lambda page, name, depth, score, history: 0.9 - 100 * score % 0.3)
+            fixed_costs.setattr(controller.tables, "chance", lambda name, depth, score, history: 0.9 - 100 * score % 0.3)
             fixed_costs.setattr(drafter, "extend", lambda *asked, **more: calls.append(1) or extend(*asked, **more))
             if single:
                 fixed_costs.setattr(ModelDrafter, "_ahead", lambda *asked, **more: 1)

@@ -78,6 +78,13 @@ def test_a_sweep_tells_how_the_machine_holds_plain_steps_up() -> None:
     assert ledger.fairly(3.0, 1.0) == pytest.approx(3 - min(23 * share, 2.0)), "what twenty steps have saved up, and its own"
 
 
+def test_levels_that_find_weights_cold_are_many() -> None:
+    """Whatever finds them cold takes the same time longer: of one level, which decides whether a model is asked at all, that would be its double. After the step that
+    reads the prompt, which is not counted, levels are measured from many to few."""
+    asked = [plan.drafters[0][1] for plan in profiler._plans(["model"], ["lookup"], BETWEEN) if plan.drafters and plan.drafters[0][0] == "model"]
+    assert asked == [1, *range(max(profiler.LEVELS), 0, -1)] and set(asked) == set(profiler.LEVELS)
+
+
 @pytest.mark.parametrize("cell", [[0.0, 0.1], [300.0, 1.5], [300.0, -0.1]])
 def test_hold_ups_that_cannot_be_are_refused(cell: list[float]) -> None:
     with pytest.raises(ValueError, match="held up"):

@@ -106,7 +106,7 @@ def schedule(
             contenders[name](prompt, max_tokens)  # what a first user of the pair would have left in the profile
     found: list[dict[str, Any]] = [taped.costs]
     times, why, think = _interleaved(
-        contenders, asked, max_tokens, rounds, progress, lambda: found.append(_rested(plain, fast, Tables(tables.bits, Costs({}))))
+        contenders, asked, max_tokens, rounds, progress, lambda: found.append(_rested([plain, alone, fast], Tables(tables.bits, Costs({}))))
     )
     taped = replace(taped, costs=reduce(lambda some, more: merged(some, more, {}), found))  # what steps cost while they were timed
     if trace:
@@ -161,11 +161,11 @@ def _interleaved(
     )
 
 
-def _rested(plain: Runtime, fast: Runtime, tables: Tables) -> dict[str, Any]:
-    """What both were told in a busy moment is asked again; then what steps cost now."""
-    for rt in (plain, fast):
+def _rested(runtimes: list[Runtime], tables: Tables) -> dict[str, Any]:
+    """What they were told in a busy moment is asked again; then what steps of the last one cost now."""
+    for rt in runtimes:
         rt.engine.rest()
-    return _measure(fast, tables)
+    return _measure(runtimes[-1], tables)
 
 
 def _table(rows: list[dict[str, Any]], categories: list[str], names: list[str]) -> dict[str, dict[str, float]]:
