@@ -79,10 +79,10 @@ def test_a_sweep_tells_how_the_machine_holds_plain_steps_up() -> None:
 
 
 def test_levels_that_find_weights_cold_are_many() -> None:
-    """Whatever finds them cold takes the same time longer: of one level, which decides whether a model is asked at all, that would be its double. After the step that
-    reads the prompt, which is not counted, levels are measured from many to few."""
+    """Whatever finds them cold takes the same time longer: of one level, which decides whether a model is asked at all, that would be its double. After two steps
+    that are not counted, the one that reads the prompt and the next, levels are measured from many to few."""
     asked = [plan.drafters[0][1] for plan in profiler._plans(["model"], ["lookup"], BETWEEN) if plan.drafters and plan.drafters[0][0] == "model"]
-    assert asked == [1, *range(max(profiler.LEVELS), 0, -1)] and set(asked) == set(profiler.LEVELS)
+    assert asked == [1, *[8] * (profiler.COLD - 1), *range(8, 0, -1)] and set(asked) == set(profiler.LEVELS)
 
 
 @pytest.mark.parametrize("cell", [[0.0, 0.1], [300.0, 1.5], [300.0, -0.1]])

@@ -32,6 +32,7 @@ NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
 ASKED = 4  # times in a row that a drafter without a model is asked: one that is asked now and then is slower than one asked at every step
+COLD = 2  # steps of a model in a text that find its weights cold, or read what it had read
 BETWEEN = 2  # plain steps between those that verify: one after the other they are quicker than in a text, where caches have seen other work meanwhile
 QUIET = 8  # plain steps among plain ones that are timed
 CATCH = 256  # unread tokens for which the table shows what reading them costs
@@ -178,9 +179,9 @@ def _requests(engine: Engine, filler: Filler, context: int, rows: int, sampled: 
 
 def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
     """Warm up, then every size in turn, the coarse ones first and `between` plain steps before each, then levels, then plain steps in a row. Of a model that has
-    just read the prompt the first levels find its weights cold, which weighs least where they are many."""
+    just read the prompt the first levels find its weights cold: they are not counted, and then levels are many, where that weighs least."""
     sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
-    levels = [Plan(((name, n, 1),)) for name in models for n in (1, *reversed(LEVELS))]
+    levels = [Plan(((name, n, 1),)) for name in models for n in (1, LEVELS[-1], *reversed(LEVELS))]
     asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]
     return [Plan()] * WARM + [plan for size in sizes for plan in (*[Plan()] * between, size)] + levels + asked + [Plan()] * (CALM + QUIET)
 
@@ -194,6 +195,7 @@ class Found:
         self.draft: dict[str, dict[int, list[float]]] = {}
         self.far: dict[str, list[tuple[int, float]]] = {}
         self.read: dict[str, int] = {}
+        self.asked: dict[str, int] = {}  # times that each was, in this text
         self.steady: list[float] = []
         self.taken, self.seen, self.plain, self.tier, self.texts = 0, 0, 0, "", 0
         self.told = 0  # plain steps of which it was said how the machine held them up
@@ -206,15 +208,16 @@ class Found:
             self.far = {name: readings for name, readings in self.far.items() if name in self.models}
         self.seen, self.plain, self.texts = 0, 0, self.texts + 1
         self.read.clear()
+        self.asked.clear()
 
     def add(self, record: StepRecord, rows: int) -> None:
         self.taken, self.seen, self.tier, drafting = self.taken + 1, self.seen + 1, record.tiers.get("target", ""), 0.0
         for name, levels in record.levels.items():
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
-            anew, behind = name in self.models and name not in self.read and self.texts > 1, record.context[0] - self.read.get(name, 0)
+            behind, self.asked[name] = record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
             self.read[name] = record.context[0] + record.emitted[0]
-            if anew:
+            if name in self.models and self.texts > 1 and self.asked[name] <= COLD:
                 continue
             if behind > FAR:
                 self.far.setdefault(name, []).append((behind, took))
