@@ -341,6 +341,9 @@ def test_a_text_that_begins_cold_is_no_slower_machine() -> None:
     assert controller.page.owed == pytest.approx(1.0, rel=0.05) and controller.page.spread <= 1.1
     assert controller.tables.costs.verify[controller.page.at].line[:9] == pytest.approx([1 + 0.1 * n for n in range(9)], rel=0.1)
     assert not any(r.reason in ("probe:plain", "off:guard") for records in texts for r in records)
+    controller.since_plain = 10_000
+    (records,) = drive(replace(of, texts=of.texts[:1]), controller)
+    assert next(i for i, r in enumerate(records) if r.reason == "probe:plain") >= COLD, "once caches are warm"
 
 
 @pytest.mark.parametrize("right", [0.8, 0.0])
