@@ -1,6 +1,7 @@
 """What steps gave and took is settled several steps at a time, and known nearly before."""
 
 import itertools
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,9 @@ from written import adaptive, costs, drive, linear, trace
 
 from outrider.control.accounts import THOUGHTS, Accounts, Held
 from outrider.control.controller import Adaptive
-from outrider.measure.cost import COLD
+from outrider.control.guard import Ledger
+from outrider.measure.cost import COLD, Costs, situation
+from outrider.runtime.profiler import Found
 
 ALLOWANCE = 0.05
 
@@ -92,3 +95,26 @@ def test_a_first_step_that_is_held_up_makes_nobody_rich() -> None:
     slow = replace(records[-1], requests=("z",), reading=replace(records[-1].reading, seconds=20.0), seconds={})
     controller.accounts.charge(controller.page, [], Held(seqs, slow, None, (), True, COLD))
     assert controller.ledger.credit["z"] == pytest.approx(8 + ALLOWANCE * 20, abs=0.1)
+
+
+def test_a_sweep_tells_how_the_machine_holds_plain_steps_up() -> None:
+    """Once, whatever sweeps follow; a profile keeps it, and speculative steps are spared as much from the first request on."""
+    found, costs, at = Found(), Costs({}), situation("-", 1, 192, False)
+    found.verify = {0: [1.0] * 98 + [21.0, 31.0], 4: [1.2] * 20}
+    for _ in range(3):
+        found.tell(costs, at)
+    spread = costs.verify[at].spread
+    assert costs.holdups.held == pytest.approx(52 / spread - 2, rel=0.02)
+    kept = Costs({})
+    kept.take(json.loads(json.dumps(costs.state())))
+    share = costs.holdups.held / costs.holdups.met
+    assert kept.holdups.held / kept.holdups.met == pytest.approx(share) and share > 0.1
+    ledger = Ledger(holdups=kept.holdups)
+    assert sum(ledger.fairly(1.0, 1.0) for _ in range(20)) == 20.0
+    assert ledger.fairly(3.0, 1.0) == pytest.approx(3 - min(23 * share, 2.0)), "what twenty steps have saved up, and its own"
+
+
+@pytest.mark.parametrize("cell", [[0.0, 0.1], [300.0, 1.5], [300.0, -0.1]])
+def test_hold_ups_that_cannot_be_are_refused(cell: list[float]) -> None:
+    with pytest.raises(ValueError, match="held up"):
+        Costs({}).take({"holdups": cell})

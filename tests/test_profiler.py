@@ -11,7 +11,6 @@ from tiny import tiny_folders
 
 import outrider
 from outrider.control.fixed import fixed
-from outrider.control.guard import Ledger
 from outrider.control.tables import Tables
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
@@ -61,34 +60,11 @@ def at_rest(engine: Engine) -> bool:
 # --- sweeps
 
 
-def test_a_sweep_tells_how_the_machine_holds_plain_steps_up() -> None:
-    """Once, whatever sweeps follow; a profile keeps it, and speculative steps are spared as much from the first request on."""
-    found, costs, at = profiler.Found(), Costs({}), situation("-", 1, 192, False)
-    found.verify = {0: [1.0] * 98 + [21.0, 31.0], 4: [1.2] * 20}
-    for _ in range(3):
-        found.tell(costs, at)
-    spread = costs.verify[at].spread
-    assert costs.holdups.held == pytest.approx(52 / spread - 2, rel=0.02)
-    kept = Costs({})
-    kept.take(json.loads(json.dumps(costs.state())))
-    share = costs.holdups.held / costs.holdups.met
-    assert kept.holdups.held / kept.holdups.met == pytest.approx(share) and share > 0.1
-    ledger = Ledger(holdups=kept.holdups)
-    assert sum(ledger.fairly(1.0, 1.0) for _ in range(20)) == 20.0
-    assert ledger.fairly(3.0, 1.0) == pytest.approx(3 - min(23 * share, 2.0)), "what twenty steps have saved up, and its own"
-
-
 def test_levels_that_find_weights_cold_are_many() -> None:
     """Whatever finds them cold takes the same time longer: of one level, which decides whether a model is asked at all, that would be its double. After two steps
     that are not counted, the one that reads the prompt and the next, levels are measured from many to few."""
     asked = [plan.drafters[0][1] for plan in profiler._plans(["model"], ["lookup"], BETWEEN) if plan.drafters and plan.drafters[0][0] == "model"]
-    assert asked == [1, *[8] * (profiler.COLD - 1), *range(8, 0, -1)] and set(asked) == set(profiler.LEVELS)
-
-
-@pytest.mark.parametrize("cell", [[0.0, 0.1], [300.0, 1.5], [300.0, -0.1]])
-def test_hold_ups_that_cannot_be_are_refused(cell: list[float]) -> None:
-    with pytest.raises(ValueError, match="held up"):
-        Costs({}).take({"holdups": cell})
+    assert asked == [1, *[8] * (profiler.UNCOUNTED - 1), *range(8, 0, -1)] and set(asked) == set(profiler.LEVELS)
 
 
 def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():

@@ -32,7 +32,7 @@ NODES = (*range(17), 20, 24, 32)
 LEVELS = tuple(range(1, 9))
 CONTEXT, REPEATS, WARM = 192, 5, 3
 ASKED = 4  # times in a row that a drafter without a model is asked: one that is asked now and then is slower than one asked at every step
-COLD = 2  # steps of a model in a text that find its weights cold, or read what it had read
+UNCOUNTED = 2  # first steps of a model in a text that find its weights cold, or read what it had read
 BETWEEN = 2  # plain steps between those that verify: one after the other they are quicker than in a text, where caches have seen other work meanwhile
 QUIET = 8  # plain steps among plain ones that are timed
 CATCH = 256  # unread tokens for which the table shows what reading them costs
@@ -217,7 +217,7 @@ class Found:
             drafting += took
             behind, self.asked[name] = record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
             self.read[name] = record.context[0] + record.emitted[0]
-            if name in self.models and self.texts > 1 and self.asked[name] <= COLD:
+            if name in self.models and self.texts > 1 and self.asked[name] <= UNCOUNTED:
                 continue
             if behind > FAR:
                 self.far.setdefault(name, []).append((behind, took))
