@@ -57,10 +57,10 @@ def lookups(verify: Shape, chance: float, **how: object) -> Trace:
     return trace(1, costs(verify, FREE), {"lookup": lambda t, d: chance}, **how)
 
 
-def both(lookup: Callable[[int, int], float], reading: float) -> tuple[list[StepRecord], list[StepRecord]]:
+def both(lookup: Callable[[int, int], float], reading: float, seed: int = 3) -> tuple[list[StepRecord], list[StepRecord]]:
     """What is done with lookup and a cheap model that is right four times in five and reads a token in `reading`, and with lookup alone."""
     priced = costs(linear(0.05), FREE | {"model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, reading]}}
-    of = trace(3, priced, {"lookup": lookup, "model": lambda t, d: 0.8}, texts=4, length=200)
+    of = trace(seed, priced, {"lookup": lookup, "model": lambda t, d: 0.8}, texts=4, length=200)
     of = replace(of, texts=[replace(text, length=100) for text in of.texts])
     return ours(of), ours(replace(of, drafters=["lookup"]))
 
@@ -71,9 +71,12 @@ def both(lookup: Callable[[int, int], float], reading: float) -> tuple[list[Step
 @pytest.mark.parametrize(("lookup", "helps"), [(0.95, False), (0.8, False), (0.5, True)])
 def test_a_drafter_is_asked_beside_another_where_that_leaves_something_to_gain(lookup: float, helps: bool) -> None:
     """What is right as often as what is there adds little, however cheap it is: most of its guesses are there already."""
-    two, alone = both(lambda t, d: lookup, 1e-4)
-    assert any(r.levels.get("model") for r in two) == helps
-    assert seconds(two) < 0.95 * seconds(alone) if helps else seconds(two) == pytest.approx(seconds(alone))
+    ratios = []
+    for seed in (1, 2, 3, 4):
+        two, alone = both(lambda t, d: lookup, 1e-4, seed)
+        assert any(r.levels.get("model") for r in two) == helps
+        ratios.append(seconds(two) / seconds(alone))
+    assert mean(ratios) < 0.95 if helps else ratios == pytest.approx([1.0] * 4)
 
 
 def test_much_to_read_is_weighed_however_cheap_the_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +98,15 @@ def test_who_read_much_and_saved_little_is_believed_less(silent: int, each: floa
     is no longer begun for that. Where lookup has nothing to say at all, it is begun in every text."""
     priced = costs(linear(0.05), {"lookup": linear(0.0, 0.01), "model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, each]}}
     says = {"lookup": lambda t, d: 0.0 if t < silent else 0.95, "model": lambda t, d: 0.9}
-    of = trace(3, priced, says, texts=40, length=120, score=lambda p: 0.7)
+    of = trace(3, priced, says, texts=60, length=120, score=lambda p: 0.7)
     controller = adaptive(of := replace(of, texts=[replace(one, length=100) for one in of.texts]))
     began = [any(r.levels.get("model") for r in records) for records in drive(of, controller)]
     observations, saved = controller.tables.next.cells["model saved"]
-    assert sum(began[:8]) > 4 and observations == sum(began)
+    assert sum(began[:12]) > 4 and observations == sum(began)
     if silent > 120:
         assert all(began) and saved == 1.0
     else:
-        assert not any(began[34:]) and saved < 0.2
+        assert not any(began[54:]) and saved < 0.2
 
 
 def test_who_is_sure_in_some_texts_is_asked_in_all_and_left_in_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_slow_speculation_does_not_make_plain_decoding_look_slow(slow: float) ->
 def test_what_holds_up_plain_steps_is_not_charged_to_speculation(every: int) -> None:
     """A machine that is held up now and then while nothing is verified: drafting goes on as on one that is not."""
     of = trace(
-        8, costs(linear(0.1), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.9 if t % 40 > 15 else 0.0}, length=300, score=lambda p: p
+        8, costs(linear(0.1), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.9 if t % 40 > 15 else 0.0}, length=400, score=lambda p: p
     )
     calm, held = ([sum(r.drafted) for r in drive(of, adaptive(of), Weather(of, how))[0]] for how in (
         lambda n, name: 1.0, lambda n, name: 30.0 if name == "plain" and n % every == 0 else 1.0))  # fmt: skip

@@ -149,19 +149,21 @@ def test_rows_that_are_no_neighbours_come_back_in_the_order_asked():
 @pytest.mark.parametrize(
     ("found", "names"),
     [
-        ([7, 3, 4], {2: 0, 3: 2}),  # the first was guessed by others; the last of all was not computed
+        ([7, 3, 4], {2: 0, 3: 2, 4: 3}),  # the first was guessed by others
         ([3, 4, 7], {}),
         ([7, 9, 3, 4], {2: 0, 3: 2, 4: ~4, 5: ~5}),  # the end token is the second: it was computed, and so was what came after it
         ([3, 9, 4], {4: ~4}),
-        ([7, 8, 9], {2: 0, 3: 1}),
+        ([7, 8, 9], {2: 0, 3: 1, 4: 2}),
     ],
 )
 def test_what_a_chain_computed_goes_by_the_names_of_its_nodes(found, names):
     """Beside two guesses of others, 7 and 8, where 9 ends a text."""
     told = []
-    model = SimpleNamespace(chain=lambda *_: (found, [0.5] * len(found)), rename=lambda seq, names: told.append(names))
+    model = SimpleNamespace(
+        chain=lambda *_: (found, [0.5] * len(found), len(found)), rename=lambda seq, names: told.append(names), spec=SimpleNamespace(device="cpu")
+    )
     seq = Sequence(replace(request([3, 1, 4]), ends=frozenset({9})), [3, 1, 4])
     draft = tree.run(tree.empty(1), -1, [7, 8], 1, [0.5, 0.5])
-    made = ModelDrafter._chain(SimpleNamespace(model=model), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None)
+    made = ModelDrafter._chain(SimpleNamespace(model=model, _foreseen=lambda *_: None), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None)
     assert told == [names][: bool(names)]
     assert made.text(tree.below(made, -1, found)) == found[: found.index(9) + 1 if 9 in found else None]

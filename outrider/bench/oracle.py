@@ -36,9 +36,6 @@ class Prices:
         """A plain step after `calm` others."""
         return self.steady if calm >= CALM else self.verify[0]
 
-    def of(self, name: str, depth: int) -> float:
-        return self.verify[depth] + self.draft[name][depth]
-
 
 def prices(trace: Trace, text: Text) -> Prices:
     costs = Costs({})
@@ -80,7 +77,7 @@ def _hindsight(text: Text, price: Prices, team: tuple[str, ...]) -> float:
     later = [[0.0] * (CALM + 1) for _ in range(total + DEPTH + 2)]  # by position and plain steps before it
     for t in range(total - 1, -1, -1):
         drafted = [
-            price.of(name, depth) + later[t + 1 + min(depth, right)][0]
+            price.verify[depth] + price.draft[name][text.taken(name, t, depth)] + later[t + 1 + min(depth, right)][0]
             for name, right, said in ((name, accepted(text, name, t), len(text.guesses[name][t][0])) for name in team)
             for depth in range(1, min(said, total - t - 1) + 1)
         ]
@@ -125,7 +122,11 @@ def _offers(text: Text, t: int, price: Prices, table: dict[tuple[str, int, int],
         tokens += survival[path]
         depths[by[path]] = max(depths[by[path]], len(path))
         out.append(
-            Offer(tokens, price.verify[n] + sum(price.draft[name][k] for name, k in depths.items() if k), {k: v for k, v in depths.items() if v})
+            Offer(
+                tokens,
+                price.verify[n] + sum(price.draft[name][text.taken(name, t, k)] for name, k in depths.items() if k),
+                {k: v for k, v in depths.items() if v},
+            )
         )
     return out
 

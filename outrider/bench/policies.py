@@ -38,6 +38,9 @@ class Threshold(Told):
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return [p for p in frontier if p < 0 or draft.score[p] >= self.floor]
 
+    def on(self, score: float, free: bool = False) -> bool:
+        return score >= self.floor
+
 
 @dataclass(slots=True)
 class MovingAverage:
@@ -54,7 +57,7 @@ class MovingAverage:
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
 
-    def on(self, score: float) -> bool:
+    def on(self, score: float, free: bool = False) -> bool:
         return True
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
@@ -92,7 +95,7 @@ class Bandit:
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
 
-    def on(self, score: float) -> bool:
+    def on(self, score: float, free: bool = False) -> bool:
         return True
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:

@@ -8,8 +8,10 @@ measured apart, live.
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, situation
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
 
-DEPTH = 16  # of the continuations that are written down
+DEPTH = 32  # of the continuations that are written down
 TIER = "replay"
 RECORD = "recording it: outrider bench schedule --trace FILE"
 VERSION = 1
@@ -35,7 +37,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `prefill`: seconds that the target took to read
+    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `steps[name][t]`: after how many of its tokens
+    each step of the drafter but the first began, where it reads ahead; `prefill`: seconds that the target took to read
     the prompt, of which the guard gives drafters a part; `asked`: tokens that it might have had, for who decides does not know where a text ends."""
 
     prompt: str
@@ -46,6 +49,11 @@ class Text:
     guesses: dict[str, list[tuple[list[int], list[float]]]]
     prefill: float = 0.0  # 0: not written down
     asked: int = 0  # the same
+    steps: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def taken(self, name: str, t: int, levels: int) -> int:
+        """Steps of a drafter that so many levels take after t tokens."""
+        return levels if name not in self.steps else bisect_left(self.steps[name][t], levels) + 1 if levels else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,22 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Silent(Told):
-    """Lets every drafter guess and verifies nothing: the text is plain decoding's."""
+    """Lets every drafter guess and verifies nothing: the text is plain decoding's. `told`: of each step, by drafter, which of its levels
+    the next one followed without a step of its own."""
+
+    told: list[dict[str, list[bool]]] = field(default_factory=list)
+
+    def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        self.told.append({})
+        return self.say(seqs)
+
+    def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
+        self.told[-1].setdefault(name, [])
+        return frontier
+
+    def on(self, score: float, free: bool = False) -> bool:
+        list(self.told[-1].values())[-1].append(free)
+        return True
 
     def fill(self, seqs: list[Sequence], draft: Draft, reason: str) -> tuple[list[int] | None, str]:
         return [], reason
@@ -110,7 +133,7 @@ def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs:
     """Write down what `rt`'s target writes, and what its drafters would have guessed at every position."""
     engine, texts = rt.engine, []
     before = engine.controller
-    engine.controller = _Silent(lambda seqs: (Plan(tuple((name, DEPTH, 1) for name in engine.drafters)), "record"))
+    engine.controller = silent = _Silent(lambda seqs: (Plan(tuple((name, DEPTH, 1) for name in engine.drafters)), "record"))
     try:
         for prompt in asked:
             progress(prompt.id)
@@ -119,11 +142,24 @@ def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs:
             while seq.finish_reason is None:
                 engine.step()
             guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
+            steps = {
+                name: [_began(told.get(name, [])) for told in silent.told]
+                for name in engine.drafters
+                if any(any(t.get(name, [])) for t in silent.told)
+            }
+            silent.told.clear()
             read = seq.records[0].seconds["prefill"]
-            texts.append(Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses, read, max_tokens))
+            texts.append(
+                Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses, read, max_tokens, steps)
+            )
     finally:
         engine.controller = before
     return Trace(list(engine.drafters), costs.state(), texts)
+
+
+def _began(free: list[bool]) -> list[int]:
+    """After how many levels a step of a drafter began."""
+    return [level for level, went in enumerate(free, 1) if not went]
 
 
 def _own(record: StepRecord, bit: int) -> tuple[list[int], list[float]]:
@@ -158,7 +194,7 @@ class World:
         self.time += self.costs.plainly(self.at()) if self.plain > CALM else curve.drawn().line[min(nodes, DEEPEST)]
 
     def draft(self, name: str, levels: int, more: int, length: int) -> None:
-        """A drafter goes `more` levels deeper."""
+        """A drafter takes `more` steps."""
         curve = self.costs.drafting(name, self.at())
         assert curve is not None
         line = curve.drawn().line
@@ -226,7 +262,7 @@ class _Guesser:
     """A Drafter that repeats what was written down; it goes a level at a time where the one it stands for did."""
 
     def __init__(self, name: str, world: World, at_once: bool) -> None:
-        self.name, self.world, self.at_once = name, world, at_once
+        self.name, self.world, self.at_once, self.saved = name, world, at_once, 0
 
     def begin(self, seq: Sequence) -> None:
         self.world.read.pop(self.name, None)
@@ -241,12 +277,20 @@ class _Guesser:
     def extend(
         self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1, on: Any = None
     ) -> Draft:
-        assert self.world.text is not None
-        seq, place = seqs[0], frontier[0]
-        tokens, scores = self.world.text.guesses[self.name][seq.produced]
-        done = 0 if place < 0 else draft.depth[place]
-        upto = min(done + (levels if self.at_once else 1), len(tokens))
-        self.world.draft(self.name, done, max(upto - done, 1), len(seq.tokens))
+        text, seq, place = self.world.text, seqs[0], frontier[0]
+        assert text is not None
+        tokens, scores = text.guesses[self.name][seq.produced]
+        done, most = 0 if place < 0 else draft.depth[place], len(tokens)
+        upto, taken = min(done + levels, most), partial(text.taken, self.name, seq.produced)
+        if on is not None and not self.at_once:
+            upto = next((n for n in range(done + 1, upto) if not on(scores[n - 1], taken(n + 1) == taken(n))), upto)
+        steps = upto - done if self.at_once else taken(upto) - taken(done)
+        self.saved = upto - done - steps
+        if self.at_once:
+            self.world.draft(self.name, done, max(steps, 1), len(seq.tokens))
+        else:
+            for step in range(max(steps, 1)):
+                self.world.draft(self.name, taken(done) + step, 1, len(seq.tokens))
         return tree.run(draft, place, tokens[done:upto], source, scores[done:upto]) if upto > done else draft
 
 

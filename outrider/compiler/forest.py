@@ -117,9 +117,9 @@ def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule:
 
 def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str, depth: int, width: int, ask: bool) -> Draft:
     """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before every level;
-    `levels` takes how deep it went."""
+    `levels` takes how deep it went, less what took no step of its own."""
     seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], rooms(now.seqs)[0]
-    frontier, level = [-1], 0
+    frontier, level, saved = [-1], 0, 0
     while level < depth and frontier:
         frontier = parts.controller.more(seqs, name, full, frontier) if ask else frontier
         if not frontier or room <= level:
@@ -129,9 +129,10 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
             full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
         else:
             full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
+        saved += getattr(drafter, "saved", 0)
         level, frontier = _lowest(full, bit, level)
     if level:
-        levels[name] = level
+        levels[name] = max(level - saved, 1)
         now.clock.mark(f"draft {name}")
     return full
 
@@ -165,6 +166,7 @@ class Forest:
         self.full = tree.empty(len(now.seqs))
         self.room, self.caps = rooms(now.seqs), caps(now.seqs, budget, free=free)
         self.levels: dict[str, int] = {}
+        self.saved = 0  # levels of the drafter under way that took no step of their own
 
     def starts(self, how: str, nodes: list[int], name: str, *, own: bool = False) -> Places:
         """Where a drafter begins: at the roots; at the roots and all of `nodes`; below the leaves of `nodes` (`own`: its own)."""
@@ -247,10 +249,12 @@ class Forest:
         on = controller.on if getattr(controller, "asks", True) else None
         made = self.parts.drafters[name].extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=on)
         self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
+        self.saved += getattr(self.parts.drafters[name], "saved", 0)
 
     def _grown(self, name: str, levels: int, before: int, seen: list[int]) -> list[int]:
+        saved, self.saved = self.saved, 0
         if levels:
-            self.levels[name] = self.levels.get(name, 0) + levels
+            self.levels[name] = self.levels.get(name, 0) + max(levels - saved, 1)
             self.now.clock.mark(f"draft {name}")
         return [*seen, *range(before, len(self.full))]
 

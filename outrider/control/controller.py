@@ -235,19 +235,22 @@ class Adaptive:
             going = [p for p in frontier if not step.rows[~p if p < 0 else draft.row[p]].rest.get(name)]
             if going and not self.starts.may(step, seqs, name, draft, cheap):
                 going = []
-        elif cheap and frontier and frontier[0] >= 0 and 0 < draft.depth[frontier[0]] - level != AHEAD - 1:
+        elif step.stopped == name or (
+            cheap and not step.heard and frontier and frontier[0] >= 0 and 0 < draft.depth[frontier[0]] - level != AHEAD - 1
+        ):
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             level, frontier = step.gone(name, draft, frontier), tree.open_at(seqs, draft, frontier)
             going = step.deeper(name, draft, frontier) if step.stopped != name else []
-        step.going = name
+        if step.going != name:
+            step.begins(name, draft)
         if going:
             step.levels[name] = level + 1
             step.spent += drafting[level + 1] - drafting[level]
         return going
 
-    def on(self, score: float) -> bool:
-        return self.step is None or self.step.on(score)
+    def on(self, score: float, free: bool = False) -> bool:
+        return self.step is None or self.step.on(score, free)
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """By what was learned of the drafters; by their own scores where nothing is decided."""
@@ -269,7 +272,7 @@ class Adaptive:
         elif tree.straight(draft):
             kept = list(range(most))
         else:
-            left, kept, survival = [most] * draft.rows, [], step.survivals(draft)
+            left, kept, survival = [most] * draft.rows, [], step.apart(draft)
             for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
                 if left[draft.row[n]]:
                     left[draft.row[n]] -= 1
@@ -353,6 +356,8 @@ class Adaptive:
             self.starts.tried(*step.trial, record, step.number)
         if step:
             self.starts.used(step, seqs, record)
+            if record.draft is not None and record.draft.token:
+                step.judged(record)
         remember(rows, record, step.page.prices if step else {})
 
     def _settle(self) -> None:

@@ -25,7 +25,7 @@ class Told:
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         return frontier
 
-    def on(self, score: float) -> bool:
+    def on(self, score: float, free: bool = False) -> bool:
         return not self.asks  # who has a say is asked every time
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:

@@ -6,6 +6,7 @@ latest in the lowest bit). All are a few thousand numbers that a profile keeps. 
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.config import nearest
@@ -13,6 +14,9 @@ from outrider.core.config import nearest
 LEVELS = 4  # depths told apart; deeper ones count as the deepest
 HALVE = 1000.0  # observations that a counter stands for at most
 FLOOR, CEILING = 0.005, 0.995
+KEPT = 0.9  # of what a text has shown, from one step to the next
+DOUBT = 3.0  # variance of verdicts that nothing shown stands for
+MOST = 1.5  # largest offset of log-odds
 
 
 def logit(p: float) -> float:
@@ -44,6 +48,26 @@ class Counters:
         cell = self.cells.setdefault(key, [0.0, 0.0])
         cell[1] += (verdict - cell[1]) * weight / (cell[0] + weight)
         cell[0] = min(cell[0] + weight, HALVE)
+
+
+@dataclass(slots=True)
+class Bias:
+    """How much likelier the guesses of a drafter are in one text than in all: a factor of their odds. The offset of the log-odds is where verdicts
+    exceed what was expected of them by nothing: one Newton step after each step of the text, of which the latest count most."""
+
+    factor: float = 1.0
+    excess: float = 0.0  # verdicts less what was expected of them at no offset, nearly
+    weight: float = 0.0  # their variance
+
+    def of(self, p: float) -> float:
+        """A chance in all texts, in this one."""
+        return p * self.factor / (1 - p + p * self.factor)
+
+    def learn(self, excess: float, weight: float) -> None:
+        """In a step verdicts exceeded by so much what was expected of them in this text; `weight`: the sum of p (1 - p) of what was."""
+        self.excess = KEPT * self.excess + excess + weight * math.log(self.factor)
+        self.weight = KEPT * self.weight + weight
+        self.factor = math.exp(min(max(self.excess / (self.weight + DOUBT), -MOST), MOST))
 
 
 class Predictor(ABC):

@@ -5,6 +5,7 @@ drafter was of its guesses. Knows nothing of costs beyond what asking a drafter 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.control.predict import Bias
 from outrider.core import tree
 from outrider.core.types import Sequence, StepRecord
 from outrider.measure.cost import DEEPEST, FAR
@@ -22,8 +23,8 @@ LOST = 4  # times as seldom, where they did not pay in the requests before eithe
 class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
-    (`reach`); by drafter that costs something, how likely its guesses were of late, as was believed when they were made (`sure`); by drafter that had
-    to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps; by drafter that was looked at, how it
+    (`reach`); by drafter that costs something, how likely its guesses were of late, as was believed when they were made (`sure`), and how many steps of its own
+    each took (`steps`), which is less than one where it reads ahead; by drafter that has guessed, how much likelier its guesses are here than in all texts (`bias`); by drafter that had to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps; by drafter that was looked at, how it
     is asked for the chance of its first token (`looks`), if it can tell."""
 
     history: int = 0
@@ -32,7 +33,9 @@ class Row:
     read: dict[str, int] = field(default_factory=dict)
     reach: int = NEAR
     sure: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
     owing: dict[str, list[float]] = field(default_factory=dict)
+    bias: dict[str, Bias] = field(default_factory=dict)
     worth: float = 0.0
     seldom: int = 1  # LOST, or 1
     looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)

@@ -24,7 +24,7 @@ UNMEASURED = 512  # steps after which nobody is waited for who would measure dra
 LONG_READ = 2.0  # plain steps of reading before a drafter can begin, from which on that is weighed however cheap its levels are
 RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens that a request is trusted to have had, at the pace of plain decoding, before any were written
-FIRST, LATELY = 0.7, 0.3  # weight of a text's first step, and of each later one, in how sure a drafter is there
+FIRST, LATELY = 0.7, 0.5  # weight of a text's first step, and of each later one, in how sure a drafter is there
 FADED = 0.2  # what each refusal takes of that: who is not asked shows nothing more
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
@@ -46,7 +46,7 @@ class Starts:
         wait = sum([self._waiting(step, s, step.rows[r], name) for r, s in enumerate(seqs)])
         if not cheap or wait > LONG_READ:
             return self._pays(step, seqs, name, draft, wait)
-        if draft.token and not step.deeper(name, draft, tree.roots(draft.rows)):
+        if draft.token and not step.deeper(name, draft, tree.roots(draft.rows)) and not self._outdoes(step, name, draft):
             return False
         step.refused = wait > 0 and step.spent + wait + step.page.drafting[name][1] + step.page.seconds[1] > step.room
         step.reads |= wait > 0
@@ -73,13 +73,18 @@ class Starts:
                 row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
         return True
 
+    def _outdoes(self, step: Step, name: str, draft: Draft) -> bool:
+        """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little?"""
+        have = step.best(draft)[1]
+        return all(name in row.sure for row in step.rows) and self._promise(step, name, have) * self._tilt(name, draft) >= have * (1 + RISK)
+
     def _promise(self, step: Step, name: str, have: float) -> float:
         """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns out to
         bring less is left."""
         told, page = 0.0, step.page
         for row in step.rows:
             if name in row.sure:
-                told += self.tables.score(page, name, row.sure[name])
+                told += self.tables.score(page, name, row.sure[name], row.steps[name])
             else:
                 told += sum([share * max(have, score) for share, score in self.tables.kinds(page, name)])
         return told / len(step.rows)
@@ -105,7 +110,11 @@ class Starts:
         """Plain steps that a drafter would save from here on: of what the request takes at its pace without it, in the texts in which that is slower."""
         rate, worth = self._rate(seqs, step.page.plain, name), 0.0
         for row in step.rows:
-            kinds = [(1.0, self.tables.score(step.page, name, row.sure[name]))] if name in row.sure else self.tables.kinds(step.page, name)
+            kinds = (
+                [(1.0, self.tables.score(step.page, name, row.sure[name], row.steps[name]))]
+                if name in row.sure
+                else self.tables.kinds(step.page, name)
+            )
             worth += sum([share * max(1 / rate - 1 / score, 0.0) for share, score in kinds])
         return worth / len(step.rows) * min([_ahead(s) for s in seqs])
 
@@ -160,6 +169,8 @@ class Starts:
                 if sure is not None:
                     known, weight = (row.sure[name], LATELY) if name in row.sure else (self.tables.usual(name), FIRST)
                     row.sure[name] = known + weight * (sure - known)
+                    share = min(levels / step.made(name, record.draft), 1.0)
+                    row.steps[name] = row.steps.get(name, 1.0) + weight * (share - row.steps.get(name, 1.0))
                 if name in row.owing:
                     row.owing[name][1] += self._saved(step, seqs, record, name)
 
@@ -174,7 +185,7 @@ class Starts:
     def ended(self, row: Row) -> None:
         """How sure drafters were in a request is what they may be in the next ones, and what came of promises to save is what those are worth."""
         for name, sure in row.sure.items():
-            self.tables.ended(name, sure)
+            self.tables.ended(name, sure, row.steps[name])
         for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 

@@ -6,12 +6,13 @@ are verified. Prices and chances come from the tables' page; nothing is learned 
 
 from dataclasses import dataclass, field
 
-from outrider.control.predict import LEVELS
+from outrider.control.predict import LEVELS, Bias
 from outrider.control.rows import Row
-from outrider.control.tables import MARGIN, SEEN, Page, Tables
+from outrider.control.tables import MARGIN, Page, Tables, steps_of
 from outrider.core import tree
-from outrider.core.types import Draft, Places
+from outrider.core.types import Draft, Places, StepRecord
 from outrider.measure.cost import DEEPEST
+from outrider.measure.trace import verdicts
 
 PROBED = 2  # levels of a drafter that is tried
 
@@ -34,6 +35,8 @@ class Step:
     known: tuple[int, int, float] = (0, 0, 1.0)
     expected: float = 1.0
     going: str = ""  # the drafter that was asked for last
+    own: list[float] = field(default_factory=list)  # survival of the chain that it makes by itself
+    heard: bool = False  # does it tell of each node of that?
     stopped: str = ""  # one that went on by itself, until it no longer paid
     refused: bool = False  # did the guard keep a drafter from starting?
     reads: bool = False  # does a drafter read before it begins?
@@ -53,13 +56,19 @@ class Step:
             further += left[p] * chance * after
         return frontier if self._deepens(name, nodes, have, reach, further / (reach or 1.0)) else []
 
-    def on(self, score: float) -> bool:
-        """`deeper` of a chain that a drafter makes by itself where there was no node before."""
-        name, survival, tables = self.going, self.survival, self.tables
-        level, history = self.levels[name], self.rows[0].history
-        chance = tables.chance(name, level, score, history)
-        survival.append((survival[-1] if survival else 1.0) * chance)
-        if (self.trial and level >= PROBED) or not self._deepens(name, level, sum(survival, 1.0), survival[-1] * chance, chance):
+    def begins(self, name: str, draft: Draft) -> None:
+        """A drafter is let go from the roots. What it says where there was no node before are the nodes."""
+        self.going, self.own, self.heard = name, [] if draft.token else self.survival, False
+
+    def on(self, score: float, free: bool) -> bool:
+        """`deeper` of a chain that a drafter makes by itself. What others have said beside it is what it says, too, or as good as lost: it is weighed alone."""
+        name, own, self.heard = self.going, self.own, True
+        depth, level = len(own) + 1, self.levels[name]
+        chance = self._chance(self.rows[0], name, depth, score)
+        own.append((own[-1] if own else 1.0) * chance)
+        if free:
+            return True
+        if (self.trial and depth >= PROBED) or not self._deepens(name, depth, sum(own, 1.0), own[-1] * chance, chance):
             self.stopped = name
             return False
         self.levels[name], drafting = level + 1, self.page.drafting[name]
@@ -70,17 +79,22 @@ class Step:
         """Chances of a guess that is not yet made and of those below it. Who is sure goes on to be: they are as likely as the guess before."""
         if place < 0:
             return self.tables.first(name, self.rows[~place].history), self.page.after[name]
-        chance = self.tables.chance(name, draft.depth[place], draft.score[place], self.rows[draft.row[place]].history)
+        chance = self._chance(self.rows[draft.row[place]], name, draft.depth[place], draft.score[place])
         return chance, chance
+
+    def _chance(self, row: Row, name: str, depth: int, score: float) -> float:
+        """That a node is accepted if its parent is, in this text."""
+        chance, bias = self.tables.chance(name, depth, score, row.history), row.bias.get(name)
+        return bias.of(chance) if bias is not None else chance
 
     def _deepens(self, name: str, nodes: int, have: float, reach: float, after: float) -> bool:
         """`nodes`: a row has; `have`: tokens expected; `reach`: of one more level; `after`: chance of each that follows."""
-        page, level = self.page, self.levels[name]
+        page, level, share = self.page, self.levels[name], self.rows[0].steps.get(name, 1.0)
         cost, drafting, gained = self.spent + page.verify[min(nodes, DEEPEST)], page.drafting[name], 0.0
         for m in range(1, min(8, DEEPEST - max(level, nodes)) + 1):
             gained += reach
             reach *= after
-            then = self.spent + drafting[level + m] - drafting[level] + page.verify[nodes + m]
+            then = self.spent + drafting[level + steps_of(m, share)] - drafting[level] + page.verify[nodes + m]
             if gained * cost > (then - cost) * have and then <= self.room:
                 return True
         return False
@@ -88,7 +102,7 @@ class Step:
     def gone(self, name: str, draft: Draft, frontier: Places) -> int:
         """Levels that a drafter has gone by now, which may be more than it was let: some draft a few at a time."""
         level = self.levels[name]
-        if frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
+        if not self.heard and frontier and frontier[0] >= 0 and draft.depth[frontier[0]] > level:
             own = [n for n in tree.ancestors(draft, frontier[0]) if draft.source[n] & self.tables.bits[name]]
             reached, line = min(max(len(own), level), DEEPEST), self.page.drafting[name]
             self.spent += line[reached] - line[level]
@@ -105,16 +119,29 @@ class Step:
 
     def survivals(self, draft: Draft) -> list[float]:
         """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
-        out, tables, p = self.survival, self.tables, 0.0
+        out, marked, p = self.survival, self.tables.marked, 0.0
         before, known = 0, -1.0  # deep nodes of one source and one score are as likely as each other
         for n in range(len(out), len(draft)):
             depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
             if depth <= LEVELS or source != before or score != known:
-                history, p = self.rows[draft.row[n]].history, 0.0
-                for name in tables.marked(source):
-                    p = max(p, tables.chance(name, depth, score, history))
+                row, p = self.rows[draft.row[n]], 0.0
+                for name in marked(source):
+                    p = max(p, self._chance(row, name, depth, score))
                 before, known = source, score
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
+        return out
+
+    def apart(self, draft: Draft) -> list[float]:
+        """`survivals` of a tree: of those beside one another one at most comes true, so the surest leaves the others what is left."""
+        seen, out, beside = self.survivals(draft), [1.0] * len(draft), dict[int, list[tuple[float, int]]]()
+        for n, parent in enumerate(draft.parent):
+            beside.setdefault(parent, []).append((-seen[n] / (seen[parent] if parent >= 0 else 1.0), n))
+        for parent, some in beside.items():  # parents stand before their children
+            left, above = 1.0, out[parent] if parent >= 0 else 1.0
+            for chance, n in sorted(some):
+                own = min(-chance, left)
+                left -= own
+                out[n] = own * above
         return out
 
     def sure(self, name: str, draft: Draft) -> float | None:
@@ -127,19 +154,33 @@ class Step:
                 own += 1
         return total / own if own else None
 
+    def judged(self, record: StepRecord) -> None:
+        """What the verdicts say of the drafters in these texts."""
+        draft, seen = record.draft, dict[tuple[int, str], tuple[float, float]]()
+        assert draft is not None
+        survival = self.survivals(draft)
+        for n, verdict in verdicts(record):
+            parent = draft.parent[n]
+            p = survival[n] / (survival[parent] if parent >= 0 else 1.0)
+            for name in self.tables.marked(draft.source[n]):
+                excess, weight = seen.get((draft.row[n], name), (0.0, 0.0))
+                seen[draft.row[n], name] = excess + verdict - p, weight + p * (1 - p)
+        for (r, name), (excess, weight) in seen.items():
+            self.rows[r].bias.setdefault(name, Bias()).learn(excess, weight)
+
+    def made(self, name: str, draft: Draft) -> int:
+        """Nodes of a drafter."""
+        bit = self.tables.bits[name]
+        return sum([source & bit > 0 for source in draft.source])
+
     def best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""
         if self.known[0] == len(draft):
             return self.known[1:]
         if tree.straight(draft):
-            if len(self.survival) == len(draft):  # each was looked at when it was made, and no two such chains are alike
-                found = self._best_of_chain(draft)
-            else:
-                key = self.rows[0].history & SEEN, self.spent, self.plain, tuple(draft.source), tuple(draft.score)
-                found = self.page.chains.get(key) or self.page.chains.setdefault(key, self._best_of_chain(draft))
-            self.known = len(draft), *found
-            return found
-        rows, survival, verify = draft.rows, self.survivals(draft), self.page.verify
+            self.known = len(draft), *self._best_of_chain(draft)
+            return self.known[1:]
+        rows, survival, verify = draft.rows, self.apart(draft), self.page.verify
         lines = [sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)]
         gained, best, at = float(rows), 1 / (self.spent + self.plain), 0
         least = best * (1 + MARGIN)

@@ -25,7 +25,7 @@ LOOK = (
 )
 TEXTS = (0.35, 0.5, 0.65, 0.75, 0.85, 0.92, 0.96, 0.985)  # texts are told apart by how likely the guesses of a drafter are in them
 BATCH = 8  # steps that are learned from together
-LOOKED = 8  # depths weighed before a drafter starts
+LOOKED = 16  # depths weighed before a drafter starts
 CHANCES = [n / 20 for n in range(2, 20)]  # of first tokens, as drafters give them: from which on is it worth asking?
 WARM = 32  # the first drafts of a new pair: of it nothing is known yet, and they are verified whole, to the depth WHOLE
 MARGIN = 0.03  # what a plan must promise more than plain decoding
@@ -53,7 +53,7 @@ class Page:
     objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter and chance of its guesses
     (in hundredths), what it is worth by itself, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
-    that pays, once asked. `chains`: best numbers of nodes already found. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
+    that pays, once asked. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
     at: Situation
     plain: float
@@ -68,10 +68,9 @@ class Page:
     steady: float
     deepest: int
     cheapest: float
-    scores: dict[tuple[str, int], float] = field(default_factory=dict)
+    scores: dict[tuple[str, int, int], float] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
-    chains: dict[tuple[int, float, float, tuple[int, ...], tuple[float, ...]], tuple[int, float]] = field(default_factory=dict)
 
 
 class Tables:
@@ -107,8 +106,8 @@ class Tables:
             assert page is not None
             for name in self.bits:
                 self.kinds(page, name)
-                self.score(page, name, self.usual(name))
-                self.ended(name, UNSEEN)
+                self.score(page, name, self.usual(name), 1.0)
+                self.ended(name, UNSEEN, 1.0)
                 self.least(page, name, 0, 0.0)
                 self._pays(page, name, UNSEEN, 0, 0.0)
                 self.costs.drafted(name, at, 1, page.plain, 1)
@@ -146,22 +145,22 @@ class Tables:
         )
         return page
 
-    def score(self, page: Page, name: str, chance: float) -> float:
-        """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance, at the best depth; kept for the life of a
-        page."""
-        key = name, round(100 * chance)
+    def score(self, page: Page, name: str, chance: float, steps: float) -> float:
+        """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance and take so many steps of its own, at the best
+        depth; kept for the life of a page."""
+        key = name, round(100 * chance), round(10 * steps)
         if key not in page.scores:
             p, gained, best = key[1] / 100, 0.0, 0.0
             for k in range(1, LOOKED + 1):
                 gained += p**k
-                best = max(best, (1 + gained) / (page.drafting[name][k] + page.verify[k]))
+                best = max(best, (1 + gained) / (page.drafting[name][steps_of(k, key[2] / 10)] + page.verify[k]))
             page.scores[key] = best
         return page.scores[key]
 
     def kinds(self, page: Page, name: str) -> list[tuple[float, float]]:
         """(share, score): of how many texts a drafter is worth how much, by those before; kept for the life of a page."""
         if name not in page.kinds:
-            page.kinds[name] = [(share, self.score(page, name, chance)) for share, chance in self._texts(name)]
+            page.kinds[name] = [(share, self.score(page, name, chance, self.next.share(f"{name} steps", 1.0))) for share, chance in self._texts(name)]
         return page.kinds[name]
 
     def _texts(self, name: str) -> list[tuple[float, float]]:
@@ -172,8 +171,9 @@ class Tables:
         """How likely the guesses of a drafter are in the mean of texts."""
         return sum([share * chance for share, chance in self._texts(name)])
 
-    def ended(self, name: str, chance: float) -> None:
-        """A text is over in which the guesses of a drafter were so likely of late."""
+    def ended(self, name: str, chance: float, steps: float) -> None:
+        """A text is over in which the guesses of a drafter were so likely of late, and each took so many steps of its own."""
+        self.next.count(f"{name} steps", steps)
         kind = min(range(len(TEXTS)), key=lambda i: abs(logit(TEXTS[i]) - logit(chance)))
         for i in range(len(TEXTS)):
             self.next.count(f"{name} t{i}", i == kind)
@@ -302,6 +302,11 @@ class Tables:
 def _deepest(verify: list[float]) -> int:
     """The best number of nodes where nearly every guess is right."""
     return max(range(1, len(verify)), key=lambda n: (1 - SURE ** (n + 1)) / (1 - SURE) / verify[n])
+
+
+def steps_of(levels: int, share: float) -> int:
+    """Steps of a drafter in which it makes so many levels, where each takes such a share of one."""
+    return levels if share >= 1 else max(-int(-levels * share // 1), 1)
 
 
 def past(history: int, depth: int) -> int:

@@ -1,6 +1,5 @@
 """The sockets: what a part must offer to be plugged in. Models and drafters have contract suites in tests/contracts.py."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
-from outrider.core.types import Draft, ModelSpec, Outcome, Places, Plan, Reading, Scores, Sequence, StepRecord
+from outrider.core.types import Draft, ModelSpec, On, Outcome, Places, Plan, Reading, Scores, Sequence, StepRecord
 
 
 class Model(Protocol):
@@ -59,12 +58,13 @@ class Drafter(Protocol):
         settings: Settings,
         noise: RowNoise,
         levels: int = 1,
-        on: Callable[[float], bool] | None = None,
+        on: On | None = None,
     ) -> Draft:
         """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that
         it has no guess for gets none. Places of the same step come in growing depth. At width 1 it may go on down to
         `levels` levels by itself, where that is cheaper than being asked again; whoever waits for each of its guesses then calls
-        `on(score)` after one, and stops where that is False."""
+        `on(score)` after one, or `on(score, True)` where the next is found already, and stops where that is False. Of such levels `saved` of the drafter, if it
+        has that, says how many took no step of their own in this call."""
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Called after every commit, also when others drafted or nobody did. Records, computes nothing."""
@@ -102,9 +102,9 @@ class Controller(Protocol):
     def more(self, seqs: list[Sequence], name: str, draft: Draft, frontier: Places) -> Places:
         """The places that drafter `name` is to extend now: roots before it starts, its latest nodes from then on."""
 
-    def on(self, score: float) -> bool:
-        """The drafter that was let go last has put a node of this score below its latest, by itself: may it put another? False: not before
-        `more` was asked."""
+    def on(self, score: float, free: bool = False) -> bool:
+        """The drafter that was let go last has put a node of this score below its latest, by itself: may it put another, which is `free` if it took no step to
+        find? False: not before `more` was asked."""
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """Per node, the chance that it and all before it are accepted: what grows out of order grows where it is largest. The list

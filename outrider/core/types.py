@@ -22,6 +22,7 @@ Places = list[int]
 POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i.d. from q; drawn without replacement
 TARGET = "target"
 MAX_NODES = 64  # draft nodes of a row in one step; caches keep this much scratch
+On = Callable[..., bool]  # what asks a controller's `on`: (score), or (score, free)
 AHEAD = 4  # tokens of a chain that are drafted on a device before the host waits for it
 
 

@@ -4,7 +4,6 @@ Prompt lookup, n-gram and input copy are this one drafter over one index. Every 
 certain of what it proposes and samples nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mypy_extensions import mypyc_attr
@@ -13,8 +12,8 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
-from outrider.core.types import Draft, Outcome, Places, Sequence
-from outrider.drafters.suffix import Cursor, SuffixIndex
+from outrider.core.types import Draft, On, Outcome, Places, Sequence
+from outrider.drafters.suffix import INDEX, Cursor, SuffixIndex
 
 
 @dataclass(slots=True)
@@ -24,11 +23,14 @@ class _State:
     cursors: dict[tuple[int, int], Cursor] = field(default_factory=dict)  # (parent, token) of a node -> where its continuation stands
     cursor: Cursor | None = None  # where the text's own end stood before, if that says enough
     first: float = 0.0  # the chance of what followed there
+    read: int = 0  # tokens of the text that this was found in
 
     def chance(self, tokens: list[int]) -> float:
         """Read what is new in the text. How likely is the first token of a guess? 0: there is none."""
-        if len(tokens) > len(self.index.text):
-            self.index.extend(tokens[len(self.index.text) :])
+        if len(tokens) > self.read:
+            self.read = len(tokens)
+            if len(tokens) > len(self.index.text):  # nobody else read it
+                self.index.extend(tokens[len(self.index.text) :])
             self.cursor = self.index.match()
             self.first = self.index.first(self.cursor) if self.cursor else 0.0
             if self.first < self.floor:
@@ -57,10 +59,13 @@ class Lookup:
         self.name, self.least, self.cap, self.floor = name, least, cap, floor
 
     def begin(self, seq: Sequence) -> None:
-        seq.slots[self.name] = _State(SuffixIndex(self.cap, self.least), self.floor)
+        index = SuffixIndex(self.cap, self.least)
+        seq.slots.setdefault(INDEX, index)
+        seq.slots[self.name] = _State(index, self.floor)
 
     def end(self, seq: Sequence) -> None:
         seq.slots.pop(self.name, None)
+        seq.slots.pop(INDEX, None)
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Nothing to record: the text itself is the record, indexed at the next use."""
@@ -75,7 +80,7 @@ class Lookup:
         settings: Settings,
         noise: RowNoise,
         levels: int = 1,
-        on: Callable[[float], bool] | None = None,
+        on: On | None = None,
     ) -> Draft:
         frontier = tree.open_at(seqs, draft, frontier)
         if width == 1:

@@ -17,7 +17,8 @@ from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
 from outrider.core.sampling import Settings, decided, hosted, line, near, process, raced, seen, warp, weights
 from outrider.core.sockets import Model
-from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, Outcome, Places, Sequence
+from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, On, Outcome, Places, Sequence
+from outrider.drafters.suffix import INDEX, index_of
 
 MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, so that addresses of noise never meet
 
@@ -34,13 +35,14 @@ class ModelDrafter:
     draws = True
 
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
-        self.model, self.name, self.vocab = model, name, vocab or model.spec.vocab_size
+        self.model, self.name, self.vocab, self.saved = model, name, vocab or model.spec.vocab_size, 0
 
     def begin(self, seq: Sequence) -> None:
         self.model.open(seq)
 
     def end(self, seq: Sequence) -> None:
         self.model.close(seq)
+        seq.slots.pop(INDEX, None)
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.model.commit(seqs, draft, outcome)
@@ -55,14 +57,15 @@ class ModelDrafter:
         settings: Settings,
         noise: RowNoise,
         levels: int = 1,
-        on: Callable[[float], bool] | None = None,
+        on: On | None = None,
     ) -> Draft:
+        self.saved = 0
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft
         one = width == 1 and self.model.spec.vocab_size <= self.vocab
         simple = settings.raw and one
-        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings, asks=on is not None)) > 1:
+        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings)) > 1:
             return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
@@ -87,9 +90,9 @@ class ModelDrafter:
         raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
 
-    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings, *, asks: bool) -> int:
-        """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if nobody drafted before or nobody
-        asks at each whether one more is wanted, and the request asks for no floor, which is looked at between calls. Whose guesses are drawn from what the
+    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings) -> int:
+        """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if the request asks for
+        no floor, which is looked at between calls. Whose guesses are drawn from what the
         verdict must know (`exact`), or elsewhere than here, goes level by level."""
         if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
             return 1
@@ -98,27 +101,47 @@ class ModelDrafter:
             return min(levels, AHEAD) if settings.raw else 1
         if not (settings.raw or settings.coupled[0]):
             return 1
-        return 1 if (draft.token and asks) or seqs[0].request.limits.floor else levels
+        return 1 if seqs[0].request.limits.floor else levels
 
     def _chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
-        on: Callable[[float], bool] | None,
+        on: On | None,
     ) -> Draft:  # fmt: skip
         """Tokens below a place, found one after the other: the likeliest, or who wins the races there."""
 
         def pick(logits: Tensor, at: int, below: int) -> tuple[int, float]:
             return raced(logits, at, place, draft, settings, noise, below)
 
-        found, scores = self.model.chain(seqs, draft, place, levels, on, None if settings.raw else pick)  # type: ignore[attr-defined]
+        ahead = self._foreseen(seqs, draft, place) if levels > 1 and near(self.model.spec.device) else None
+        found, scores, steps = self.model.chain(seqs, draft, place, levels, on, None if settings.raw else pick, ahead)  # type: ignore[attr-defined]
+        self.saved = len(found) - steps
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
         made = tree.run(draft, place, tokens, source, scores[: len(tokens)])
         if len(made) == first + len(found):
             return made
-        nodes = tree.below(made, place, tokens[: len(found) - 1]) if len(made) < first + len(tokens) else []
+        nodes = tree.below(made, place, tokens) if len(made) < first + len(tokens) else []
         names = dict(enumerate(nodes, first))  # others had guessed the same
         names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes
         self.model.rename(seqs[0], names)  # type: ignore[attr-defined]
         return made
+
+    @staticmethod
+    def _foreseen(seqs: list[Sequence], draft: Draft, place: int) -> Callable[[list[int], int], list[int]]:
+        """What followed the same words earlier in the text, for the model to read along with its own guesses (staged speculative decoding, 2308.04623: a cheaper
+        drafter drafts for the drafter)."""
+        trail = index_of(seqs[tree.row_at(draft, place)]).trail()
+        for token in draft.text(tree.ancestors(draft, place)):
+            trail.went(token)
+        gone = 0
+
+        def ahead(found: list[int], most: int) -> list[int]:
+            nonlocal gone
+            for token in found[gone:]:
+                trail.went(token)
+            gone = len(found)
+            return trail.foreseen(most)
+
+        return ahead
 
     @staticmethod
     def _one(logits: Tensor, at: int, place: int, draft: Draft, source: int, settings: Settings, noise: RowNoise) -> tuple[int, float, Tensor | None]:

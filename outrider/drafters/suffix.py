@@ -7,9 +7,13 @@ them make continuations frequency-weighted (as in SuffixDecoding, 2411.04975). K
 
 from dataclasses import dataclass
 
+from outrider.core.types import Sequence
+
+INDEX = "suffix index"  # the slot of a request's own: whoever drafts for it reads the same
 ID = 31  # bits of a token
 RECENT = 64  # places that are looked at, the latest: more say no more, and text that repeats itself has no end of them
 DOUBT, CERTAIN = 2.4, 22  # squared evidence for which a continuation is an even bet; evidence from which on none is left to doubt
+FORESEEN = 7  # tokens that are foreseen at most: more are seldom right, and each is computed
 SURE = [x * x / (x * x + DOUBT) for x in range(CERTAIN + 1)]  # by evidence: tokens that match, times places that go on alike
 
 
@@ -21,6 +25,30 @@ class Cursor:
     places: list[int]
     depth: int
     said: list[int]
+
+
+@dataclass(slots=True)
+class Trail:
+    """A text that somebody else goes on with, followed where the same words stood before. `at`: the place after the last token there, -1: they stood nowhere;
+    `evidence`: tokens in a row that agree; `last`: the last token."""
+
+    index: "SuffixIndex"
+    at: int
+    evidence: int
+    last: int
+
+    def foreseen(self, most: int) -> list[int]:
+        """What may follow, at most so many tokens: the more have agreed, the more of them."""
+        return self.index.text[self.at : self.at + min(2 * self.evidence + 1, FORESEEN, most)] if self.at >= 0 else []
+
+    def went(self, token: int) -> None:
+        """It went on with this token."""
+        text, before = self.index.text, self.last
+        self.last = token
+        if 0 <= self.at < len(text) and text[self.at] == token:
+            self.at, self.evidence = self.at + 1, self.evidence + 1
+        else:
+            self.at, self.evidence = self.index.latest_of(before, token)
 
 
 class SuffixIndex:
@@ -47,6 +75,20 @@ class SuffixIndex:
             self.pair.append(pairs.get(both, -1))
             self.one.append(ones.get(token, -1))
             pairs[both] = ones[token] = end
+
+    def trail(self) -> Trail:
+        """From the end of the text on, which has a token at least."""
+        found, last = self.match(), self.text[-1]
+        return Trail(self, *((found.places[-1], found.depth) if found else self.latest_of(-1, last)), last)
+
+    def latest_of(self, before: int, token: int) -> tuple[int, int]:
+        """The last place behind these two tokens, or behind the second, that something follows, and how many of them stand there; -1: none."""
+        pairs, ones = self.latest
+        for evidence, last, chain in ((2, pairs.get(before << ID | token, -1), self.pair), (1, ones.get(token, -1), self.one)):
+            place = chain[last] if last == len(self.text) else last
+            if place >= 0:
+                return place, evidence
+        return -1, 0
 
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""
@@ -115,6 +157,16 @@ class SuffixIndex:
             elif end - p <= depth:
                 out.setdefault(said[p + done - end], []).append(p)
         return out
+
+
+def index_of(seq: Sequence) -> SuffixIndex:
+    """That of a request, to the end of its text."""
+    index: SuffixIndex | None = seq.slots.get(INDEX)
+    if index is None:
+        index = seq.slots[INDEX] = SuffixIndex()
+    if len(seq.tokens) > len(index.text):
+        index.extend(seq.tokens[len(index.text) :])
+    return index
 
 
 def _chain(before: list[int]) -> list[int]:

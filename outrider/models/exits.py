@@ -4,7 +4,6 @@ An `EarlyExit` is a view of the first L layers that remembers what it computed f
 `score(..., reusing=view)` runs those layers only where the view did not, and all columns through the layers above.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, Outcome, Places, Scores, Sequence
-from outrider.models.hf import Guessed, HFModel, HFView, Pick
+from outrider.core.types import Draft, On, Outcome, Places, Scores, Sequence
+from outrider.models.hf import Ahead, Guessed, HFModel, HFView, Pick
 from outrider.models.kv import Block
 from outrider.models.layers import decoder_layers, with_layers
 from outrider.models.step import Step
@@ -68,8 +67,9 @@ class EarlyExit(HFView):
         super().drop(seqs)
 
     def chain(
-        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: Callable[[float], bool] | None = None, pick: Pick | None = None
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, pick: Pick | None = None, ahead: Ahead | None = None
     ) -> Guessed:
+        """Nothing is read ahead: what was computed is known by its slot."""
         self.forget([self.rows.of(seqs[~place]).index] if place < 0 else [])
         return super().chain(seqs, draft, place, levels, on, pick)
 

@@ -228,10 +228,32 @@ class Rows:
         kinds = [_signed(sees if w is None or w > depth else _recent(sees, w)) for w in self.windows]
         return (token, row.base - 1 + depth, row.base + k, row.base, *kinds)
 
-    def onward(self, seq: Sequence, node: int, parent: int, token: int) -> Block:
-        """The forward of one more node of this step, below a place that was scored."""
+    def begin(self, seqs: list[Sequence], draft: Draft, place: int, ahead: list[int]) -> Layout:
+        """`layout` of a place and of what may follow it, as nodes len(draft), len(draft) + 1, ..., one below the other."""
+        if not ahead:
+            return self.layout(seqs, draft, [place])
+        row, columns = self._columns(seqs, draft, place)
+        first = len(columns) - 1
+        columns += self._below(row, len(draft), place, ahead)
+        return Layout([self._line(row, columns)], list(range(first, len(columns))))
+
+    def onward(self, seq: Sequence, node: int, parent: int, tokens: list[int]) -> Block:
+        """The forward of more nodes of this step, one below the other, from a place on that was scored."""
         row = self.of(seq)
-        return self._line(row, [self._node_column(row, node, parent, token)])
+        return self._line(row, self._below(row, node, parent, tokens))
+
+    def _below(self, row: Row, node: int, parent: int, tokens: list[int]) -> list[Column]:
+        columns = list[Column]()
+        for token in tokens:
+            columns.append(self._node_column(row, node, parent, token))
+            node, parent = node + 1, node
+        return columns
+
+    def undo(self, seq: Sequence, nodes: list[int]) -> None:
+        """These nodes, the last that were scored, are none: their slots are free again."""
+        scratch = self.of(seq).scratch
+        for node in nodes:
+            del scratch[node]
 
     def _block(self, held: list[Row], lines: list[list[Column]]) -> Block:
         if len(lines) == 1:

@@ -1,0 +1,219 @@
+"""Reading ahead: where the words stood before, what the steps of a drafter that does it cost, and what a text says of its drafters."""
+
+import itertools
+import random
+from dataclasses import replace
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+import zoo
+from contracts import request
+from test_controller import FREE, seconds, told
+from written import adaptive, costs, drive, linear, trace
+
+from outrider.bench import oracle
+from outrider.bench.replay import Text, Trace, record
+from outrider.control.fixed import fixed
+from outrider.control.predict import MOST, Bias
+from outrider.control.rows import Row
+from outrider.control.starts import Starts
+from outrider.control.step import Step
+from outrider.control.tables import steps_of
+from outrider.core import tree
+from outrider.core.types import Plan, Sequence, StepRecord
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.suffix import FORESEEN, INDEX, SuffixIndex, index_of
+from outrider.measure.cost import Costs
+from outrider.models.load import wrap
+from outrider.runtime.engine import Engine
+
+# --- where words stood before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_trail_goes_where_the_words_stood_before(seed: int) -> None:
+    """What it foresees followed, somewhere in the text, as many of the last tokens as it says; where it foresees nothing, the last token stood nowhere before."""
+    rng = random.Random(seed)
+    text = [rng.randrange(5 + seed) for _ in range(rng.randint(1, 60))]
+    index = SuffixIndex()
+    index.extend(text)
+    trail, said = index.trail(), list[int]()
+    for _ in range(20):
+        whole, found = text + said, trail.foreseen(rng.randint(1, 9))
+        if found:
+            end = trail.at
+            assert found == text[end : end + len(found)] and len(found) <= min(2 * trail.evidence + 1, FORESEEN)
+            assert text[end - min(trail.evidence, end) : end] == whole[-trail.evidence :][-end:]
+        else:
+            assert whole[-1] not in text[: len(text) - 1] or trail.at == len(text)
+        said.append(rng.choice(found) if found and rng.random() < 0.7 else rng.randrange(5 + seed))
+        trail.went(said[-1])
+
+
+def test_all_drafters_of_a_request_read_one_index() -> None:
+    """Whoever drafts first reads what is new; lookup finds what it would have found, and nothing stays when the request ends."""
+    draft = wrap(zoo.module("llama", noise=0.1), "draft", "zoo", context=200)
+    both, alone, model = Lookup(), Lookup(), ModelDrafter(draft, "model")
+    seq, other = (Sequence(request([3, 1, 4, 1, 5] * 3), [3, 1, 4, 1, 5] * 3) for _ in range(2))
+    both.begin(seq)
+    model.begin(seq)
+    alone.begin(other)
+    for token in (9, 2, 3, 1, 4, 7, 3, 1):
+        for one in (seq, other):
+            one.tokens.append(token)
+        assert index_of(seq) is seq.slots["lookup"].index and index_of(seq).text == seq.tokens
+        assert seq.slots["lookup"].chance(seq.tokens) == other.slots["lookup"].chance(other.tokens)
+    both.end(seq)
+    model.end(seq)
+    assert not seq.slots and INDEX not in seq.slots
+
+
+# --- its steps are what is paid
+
+
+def reading(of: Trace, every: int, name: str = "model") -> Trace:
+    """The same trace, where a step of a drafter finds so many of its levels."""
+    return replace(of, texts=[replace(t, steps={name: [list(range(every, 40, every)) for _ in t.tokens]}) for t in of.texts])
+
+
+def test_levels_take_steps() -> None:
+    text = Text("p", "c", False, 1, [1] * 3, {"a": [([1] * 9, [0.5] * 9)] * 3}, steps={"a": [[3, 4], [], [1, 2, 3]]})
+    assert [text.taken("a", 0, k) for k in range(7)] == [0, 1, 1, 1, 2, 3, 3]
+    assert [text.taken("a", 1, k) for k in (0, 1, 9)] == [0, 1, 1] and text.taken("b", 0, 5) == 5
+    assert [steps_of(k, 0.3) for k in range(1, 8)] == [1, 1, 1, 2, 2, 2, 3] and steps_of(6, 1.0) == 6
+
+
+def inside(record: StepRecord, of: Trace) -> bool:
+    """Was there a draft, which did not end only because the text does?"""
+    ends = of.texts[0].length + len(of.texts[0].tokens)
+    return record.draft is not None and 0 < len(record.draft.token) < ends - record.context[0] - 1
+
+
+@pytest.mark.parametrize("asked", ["model:8", "adaptive"])
+def test_a_replay_charges_steps(asked: str) -> None:
+    """Of three levels each, and a record tells so many."""
+    of = reading(trace(2, costs(linear(0.02), {"model": linear(0.2, 0.0)}), {"model": lambda t, d: 0.9}, depth=32), 3)
+    records = told(of, asked) if asked != "adaptive" else drive(of, adaptive(of))[0]
+    drafts = [r for r in records if inside(r, of)]
+    assert len(drafts) > 20
+    for r in drafts:
+        steps = -(-len(r.draft.token) // 3)
+        assert r.levels["model"] == steps and r.seconds["draft model"] == pytest.approx(0.2 * steps)
+
+
+def test_the_scheduler_pays_for_steps_and_goes_deeper_where_levels_are_free() -> None:
+    """It is charged what the drafter took, learns its price by steps, and what a text showed says how many levels one brings."""
+    of = trace(3, costs(linear(0.02), {"model": linear(0.3, 0.0)}), {"model": lambda t, d: 0.93}, texts=3, length=200, depth=32)
+    found = {}
+    for every in (1, 4):
+        controller = adaptive(own := reading(of, every))
+        spent, best = [], controller._most
+        controller._most = lambda draft, best=best, spent=spent, controller=controller: spent.append(controller.step.spent) or best(draft)
+        records = [r for text in drive(own, controller) for r in text]
+        drafts = [r for r in records if r.draft is not None and r.draft.token]
+        paid = [(took, r.seconds["draft model"]) for took, r in zip(spent, drafts, strict=True) if inside(r, of)]
+        assert [took for took, _ in paid] == pytest.approx([seen for _, seen in paid], rel=0.05, abs=0.02), "in plain steps of one second"
+        line = controller.tables.costs.drafting("model", controller.page.at).drawn().line
+        assert line[2] - line[1] == pytest.approx(0.3, rel=0.1), "whatever it finds in one"
+        found[every] = mean(len(r.draft.token) for r in records if r.draft is not None and r.draft.token), seconds(records)
+        assert controller.tables.next.cells["model steps"][1] == pytest.approx(1 / every, abs=0.12)
+    assert found[4][0] > 1.5 * found[1][0] and found[4][1] < 0.75 * found[1][1]
+
+
+def test_what_could_have_been_reached_pays_for_steps_as_well() -> None:
+    of = trace(3, costs(linear(0.02), {"model": linear(0.3, 0.0)}), {"model": lambda t, d: 0.93}, length=200)
+    for reached in (oracle.hindsight, oracle.informed):
+        slow, fast = (reached(reading(of, every), reading(of, every).texts[0]) for every in (1, 4))
+        assert slow == pytest.approx(reached(of, of.texts[0])) and fast < 0.75 * slow
+
+
+def test_a_recording_tells_the_steps() -> None:
+    """Of a real drafter: as many as the forwards it took."""
+    target, draft = (wrap(zoo.module("llama", noise=n), name, "zoo", context=200) for n, name in ((0.0, "target"), (0.1, "draft")))
+    engine = Engine(target, {"model": ModelDrafter(draft, "model")}, fixed(Plan()), 1)
+    prompt = SimpleNamespace(id="p", category="c", temperature=0.0, encode=lambda tokenizer: [3, 1, 4, 1, 5, 9, 2, 6] * 3)
+    rt = SimpleNamespace(engine=engine, tokenizer=None, request=lambda tokens, **how: request(tokens, max_tokens=how["max_tokens"]))
+    before = draft.forwards
+    of = record(rt, [prompt], 24, Costs({}), lambda at: None)
+    (text,) = of.texts
+    taken = sum(text.taken("model", t, len(text.guesses["model"][t][0])) for t in range(len(text.tokens)))
+    assert taken == draft.forwards - before and taken < sum(len(tokens) for tokens, _ in text.guesses["model"])
+
+
+# --- one text
+
+
+def test_a_text_says_how_likely_guesses_are_in_it() -> None:
+    """Less than in all where they fail, more where they come true, by no more than MOST; what lies long back counts little."""
+    poor, fine, turned = Bias(), Bias(), Bias()
+    for i in range(40):
+        for bias, right in ((poor, False), (fine, True), (turned, i >= 20)):
+            p = bias.of(0.7)
+            bias.learn(right - p, p * (1 - p))
+    assert poor.of(0.7) < 0.4 and fine.of(0.7) > 0.8 and turned.of(0.7) > 0.7
+    assert all(abs(b.of(0.5) / (1 - b.of(0.5))) <= 2.72**MOST for b in (poor, fine)) and Bias().of(0.3) == pytest.approx(0.3)
+    rng, even = random.Random(1), Bias()
+    seen = []
+    for _ in range(400):
+        p = even.of(0.7)
+        even.learn((rng.random() < 0.7) - p, p * (1 - p))
+        seen.append(even.of(0.7))
+    assert mean(seen) == pytest.approx(0.7, abs=0.03), "right as often as in all texts: no bias but for chance"
+
+
+def test_texts_differ_in_who_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scores mean much in every other text, and little in the rest: who learns that in each writes them sooner."""
+    priced = costs(linear(0.12), {"lookup": linear(0.0, 0.01)})
+    some, rest = (
+        trace(seed, priced, {"lookup": lambda t, d, p=p: p}, texts=8, length=150, score=lambda p: 0.7) for seed, p in ((1, 0.95), (2, 0.45))
+    )
+    of = replace(some, texts=[t for two in zip(some.texts, rest.texts, strict=True) for t in two])
+    took = []
+    for learns in (True, False):
+        with monkeypatch.context() as without:
+            if not learns:
+                without.setattr(Step, "judged", lambda self, record: None)
+            took.append(sum(seconds(records) for records in drive(of, adaptive(of))[4:]))
+    assert took[0] < 0.97 * took[1]
+
+
+# --- beside one another
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_guesses_beside_one_another_one_comes_true(seed: int) -> None:
+    """Their survivals sum to no more than what is above them has, the surest keep their own, and those of chains are what they were."""
+    rng = random.Random(seed)
+    draft, count = tree.empty(2), 14
+    for n in range(count):
+        place = rng.choice([-1, -2, *range(n)])
+        draft = tree.grow(draft, [place], [n], rng.choice([1, 2]), score=[rng.random()])
+    of = trace(1, costs(linear(0.1), FREE | {"model": linear(0.1, 0.0)}), {"lookup": lambda t, d: 0.5, "model": lambda t, d: 0.5}, length=20)
+    tables = adaptive(of).tables
+    step = Step(tables, tables.page(next(iter(tables.costs.verify))), [Row(), Row()], 1, 99.0, 1.0)
+    own, apart = step.survivals(draft), step.apart(draft)
+    for place in [-1, -2, *range(count)]:
+        below = [n for n in range(count) if draft.parent[n] == place]
+        above, had = (apart[place], own[place]) if place >= 0 else (1.0, 1.0)
+        assert sum(apart[n] for n in below) <= above + 1e-9
+        if below:
+            best = max(below, key=lambda n: own[n])
+            assert apart[best] * had == pytest.approx(own[best] * above)
+    chain = tree.run(tree.empty(1), -1, [1, 2, 3], 1, [0.9, 0.8, 0.7])
+    step = Step(tables, step.page, [Row()], 1, 99.0, 1.0)
+    assert step.apart(chain) == pytest.approx(step.survivals(chain))
+
+
+def test_who_is_sure_takes_the_place_of_doubtful_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookup guesses nearly everywhere, and is right in two of three; a cheap model that shows itself right nearly always in a text goes on from there by itself, though
+    beside what lookup has said it adds little at first."""
+    priced = costs(linear(0.03), FREE | {"model": linear(0.15, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, 1e-4]}}
+    says = {"lookup": lambda t, d: 0.65 if t > 4 else 0.0, "model": lambda t, d: 0.97}
+    of = trace(3, priced, says, texts=4, length=200, score=lambda p: p)
+    records = list(itertools.chain(*drive(of, adaptive(of))))
+    late = records[len(records) // 2 :]
+    assert mean(bool(r.levels.get("model")) for r in late) > 0.7
+    monkeypatch.setattr(Starts, "_outdoes", lambda *asked: False)
+    assert seconds(records) < 0.97 * seconds(list(itertools.chain(*drive(of, adaptive(of)))))
