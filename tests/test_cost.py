@@ -153,6 +153,18 @@ def test_a_moment_that_held_up_every_tenth_step_makes_no_step_unaffordable() -> 
         assert curve.spread <= WIDEST
 
 
+def test_what_holds_steps_up_is_no_part_of_what_they_may_cost() -> None:
+    """One step in thirty takes twenty times as long: the percentile is that of the others."""
+    rng = random.Random(5)
+    curves = [Curve(1.0, 0.0, {0: [9.0, 1.0]}) for _ in range(2)]
+    for i in range(6000):
+        took = 1 + 0.2 * rng.random()
+        for curve, held in zip(curves, (False, i % 30 == 0), strict=True):
+            curve.add(0, 20.0 if held else took)
+    worst = [curve.spread * curve.seen[0][1] for curve in curves]
+    assert worst[1] == pytest.approx(worst[0], rel=0.03) and curves[0].spread < 1.2
+
+
 # --- tables
 
 AT = Situation("compiled", 1, 512, False)

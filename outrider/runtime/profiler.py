@@ -21,7 +21,7 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Places, Plan, Request, SamplingParams, Sequence, StepRecord
 from outrider.measure import profile
-from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, Curve, Situation, situation
+from outrider.measure.cost import CALM, DEEPEST, FAR, WIDEST, Costs, Curve, Situation, situation
 from outrider.measure.trace import verdicts
 from outrider.runtime.engine import Engine
 
@@ -239,7 +239,7 @@ class Found:
         middle = {n: median(times) for n, times in self.verify.items() if n <= DEEPEST}
         if 0 not in middle:
             return
-        over = sorted(t / middle[n] for n, times in self.verify.items() if n in middle for t in times)
+        over = sorted(x for n, times in self.verify.items() if n in middle for t in times if (x := t / middle[n]) <= WIDEST)  # but for hold-ups
         spread = max(over[int(0.99 * (len(over) - 1))], 1.05)
         slope = (middle[max(middle)] - middle[0]) / (max(middle) or 1)
         costs.pace = 1.0
