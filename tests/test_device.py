@@ -254,6 +254,23 @@ def test_what_is_read_ahead_never_leaves_the_context():
     assert [r.drafted[0] for r in seq.records[:1]] == [8]
 
 
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_chain_that_stops_keeps_only_what_it_found(stop):
+    """Wherever it is stopped, and however much of what was foreseen is right: nothing else is scratch, and the next chain finds the same."""
+    target, _ = pair()
+    seq, nothing = sequence_of(target), tree.empty(1)
+    right, _, single = target.chain([seq], nothing, -1, 6)
+    assert single == 6
+    for true in range(7):
+        told, says = itertools.count(1), [*right[:true], *[token + 1 for token in right[true:]]]
+        found, chances, steps = target.chain(
+            [seq], nothing, -1, 6, lambda chance, free=False, told=told: next(told) < stop, None, lambda had, most, says=says: says[len(had) :][:most]
+        )
+        assert found == right[:stop] and len(chances) == stop and steps <= stop
+        assert list(target.rows.of(seq).scratch) in (list(range(stop - 1)), list(range(stop))), "the last may have been foreseen"
+    assert target.chain([seq], nothing, -1, 6)[0] == right
+
+
 def test_what_was_read_in_vain_gives_its_slots_back():
     target, _ = pair()
     seq = sequence_of(target)
