@@ -21,7 +21,7 @@ from outrider.bench import run as bench
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.tables import LOOK, Tables
-from outrider.core import sampling, tree
+from outrider.core import sampling
 from outrider.core.types import AHEAD, Limits, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
@@ -218,70 +218,6 @@ def test_a_chain_beside_the_guesses_of_others_is_made_in_one_call(monkeypatch):
     again = records("llama", plan, 0.2)[0]
     assert [draft[:3] for draft in again] == [draft[:3] for draft in drafts]
     assert len(calls) > sum(levels.get("model", 0) > 0 for *_, levels, _ in drafts)
-
-
-# --- reading ahead
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("asked", [{}, {"rule": "coupled", "seed": 5, "temperature": 0.8}], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("noise", [0.05, 0.3])
-def test_who_reads_ahead_guesses_the_same_in_fewer_steps(name, asked, noise, request):
-    """What followed the same words before is read along, and kept as far as it is what the model says: token for token over a whole text, which repeats
-    itself. `levels` tells the steps; caches hold nothing of what was read in vain, or later guesses would differ."""
-    plans = [Plan((("lookup", 3, 1), ("model", 7, 1))), Plan((("model", 12, 1),)), Plan((("model", 2, 1),))]
-    ahead = [records(name, plan, noise, **asked) for plan in plans]
-    request.getfixturevalue("blind")
-    for plan, (drafts, text, forwards), (wanted, same, single) in zip(
-        plans, ahead, [records(name, plan, noise, **asked) for plan in plans], strict=True
-    ):
-        assert text == same and len(drafts) == len(wanted)
-        for (tokens, parents, sources, scores, levels, accepted), other in zip(drafts, wanted, strict=True):
-            assert (tokens, parents, sources, accepted) == (other[0], other[1], other[2], other[5])
-            assert scores == pytest.approx(other[3], rel=1e-3) and levels.get("model", 0) <= other[4].get("model", 0)
-        assert forwards < single if plan.drafters[-1][1] > 2 else forwards <= single, f"{plan}: {forwards} steps in place of {single}"
-        assert sum(o[4].get("model", 0) - d[4].get("model", 0) for d, o in zip(drafts, wanted, strict=True)) == single - forwards
-
-
-def test_what_is_read_ahead_never_leaves_the_context():
-    """Nor are more tokens found than are wanted: the last of a chain may be foreseen, none beyond it is."""
-    target, _ = pair()
-    draft = wrap(zoo.module("llama"), "draft", "zoo", context=len(LOOP) + 9)
-    widths, forward = [], draft.rows.onward
-    draft.rows.onward = lambda seq, node, parent, tokens: widths.append(node + len(tokens)) or forward(seq, node, parent, tokens)
-    seq = run(Engine(target, {"model": ModelDrafter(draft, "model")}, fixed(Plan((("model", 8, 1),))), 1), [request(LOOP, max_tokens=20)])[0]
-    assert seq.generated == plain(target, [request(LOOP, max_tokens=20)])[0] and max(widths, default=0) < 8
-    assert [r.drafted[0] for r in seq.records[:1]] == [8]
-
-
-@pytest.mark.parametrize("stop", range(1, 7))
-def test_a_chain_that_stops_keeps_only_what_it_found(stop):
-    """Wherever it is stopped, and however much of what was foreseen is right: nothing else is scratch, and the next chain finds the same."""
-    target, _ = pair()
-    seq, nothing = sequence_of(target), tree.empty(1)
-    right, _, single = target.chain([seq], nothing, -1, 6)
-    assert single == 6
-    for true in range(7):
-        told, says = itertools.count(1), [*right[:true], *[token + 1 for token in right[true:]]]
-        found, chances, steps = target.chain(
-            [seq], nothing, -1, 6, lambda chance, free=False, told=told: next(told) < stop, None, lambda had, most, says=says: says[len(had) :][:most]
-        )
-        assert found == right[:stop] and len(chances) == stop and steps <= stop
-        assert list(target.rows.of(seq).scratch) in (list(range(stop - 1)), list(range(stop))), "the last may have been foreseen"
-    assert target.chain([seq], nothing, -1, 6)[0] == right
-
-
-def test_what_was_read_in_vain_gives_its_slots_back():
-    target, _ = pair()
-    seq = sequence_of(target)
-    rows, row = target.rows, target.rows.of(seq)
-    start = tree.empty(1)
-    layout = rows.begin([seq], start, -1, [4, 4, 4])
-    assert len(row.scratch) == 3 and layout.at == [len(layout.blocks[0].table[0]) - 4 + i for i in range(4)]
-    rows.undo(seq, [1, 2])
-    assert list(row.scratch) == [0]
-    block = rows.onward(seq, 1, 0, [7, 8])
-    assert block.table[0, :, 2].tolist() == [row.base + 1, row.base + 2] and list(row.scratch) == [0, 1, 2]
 
 
 def test_a_drafter_waits_to_be_asked_where_guesses_have_a_floor():

@@ -241,7 +241,7 @@ class Adaptive:
             going = []  # it goes on by itself: it has said all it had to say in one call
         else:
             level, frontier = step.gone(name, draft, frontier), tree.open_at(seqs, draft, frontier)
-            going = step.deeper(name, draft, frontier) if step.stopped != name else []
+            going = step.deeper(name, draft, frontier)
         if step.going != name:
             step.begins(name, draft)
         if going:

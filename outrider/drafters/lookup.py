@@ -29,8 +29,7 @@ class _State:
         """Read what is new in the text. How likely is the first token of a guess? 0: there is none."""
         if len(tokens) > self.read:
             self.read = len(tokens)
-            if len(tokens) > len(self.index.text):  # nobody else read it
-                self.index.extend(tokens[len(self.index.text) :])
+            self.index.read(tokens)
             self.cursor = self.index.match()
             self.first = self.index.first(self.cursor) if self.cursor else 0.0
             if self.first < self.floor:

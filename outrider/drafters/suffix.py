@@ -76,6 +76,11 @@ class SuffixIndex:
             self.one.append(ones.get(token, -1))
             pairs[both] = ones[token] = end
 
+    def read(self, tokens: list[int]) -> None:
+        """Add what is new in the text, if nobody has."""
+        if len(tokens) > len(self.text):
+            self.extend(tokens[len(self.text) :])
+
     def trail(self) -> Trail:
         """From the end of the text on, which has a token at least."""
         found, last = self.match(), self.text[-1]
@@ -164,8 +169,7 @@ def index_of(seq: Sequence) -> SuffixIndex:
     index: SuffixIndex | None = seq.slots.get(INDEX)
     if index is None:
         index = seq.slots[INDEX] = SuffixIndex()
-    if len(seq.tokens) > len(index.text):
-        index.extend(seq.tokens[len(index.text) :])
+    index.read(seq.tokens)
     return index
 
 
