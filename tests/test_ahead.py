@@ -1,8 +1,10 @@
 """Reading ahead: where the words stood before, what the steps of a drafter that does it cost, and what a text says of its drafters."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from outrider.control.starts import Starts
 from outrider.control.step import Step
 from outrider.control.tables import steps_of
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.types import Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
@@ -154,6 +157,17 @@ def inside(record: StepRecord, of: Trace) -> bool:
     """Was there a draft, which did not end only because the text does?"""
     ends = of.texts[0].length + len(of.texts[0].tokens)
     return record.draft is not None and 0 < len(record.draft.token) < ends - record.context[0] - 1
+
+
+@pytest.mark.parametrize("steps", [{"model": []}, {"model": [["x"]] * 20}, {"model": [[0]] * 20}, {"model": [[3, 2]] * 20}, [1]], ids=str)
+def test_a_trace_whose_steps_are_no_steps_is_refused_by_name(steps: object, tmp_path: Path) -> None:
+    of = trace(1, costs(linear(0.1), {"model": linear(0.2, 0.0)}), {"model": lambda t, d: 0.5}, length=20)
+    reading(of, 3).save(file := tmp_path / "trace.jsonl")
+    assert Trace.load(file).texts[0].steps == reading(of, 3).texts[0].steps
+    head, text = file.read_text().splitlines()
+    file.write_text(f"{head}\n{json.dumps(json.loads(text) | {'steps': steps})}\n")
+    with pytest.raises(OutriderError, match="trace.jsonl is no trace"):
+        Trace.load(file)
 
 
 @pytest.mark.parametrize("asked", ["model:8", "adaptive"])

@@ -98,6 +98,13 @@ class Trace:
             for name in self.drafters:
                 if len(text.guesses[name]) != len(text.tokens) or any(len(said) != len(scores) for said, scores in text.guesses[name]):
                     raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")
+            for name, steps in text.steps.items():
+                if (
+                    len(steps) != len(text.tokens)
+                    or any(type(n) is not int or n < 1 for own in steps for n in own)
+                    or any(own != sorted(own) for own in steps)
+                ):
+                    raise ValueError(f"{text.prompt}: the steps of '{name}' are not one list of rising numbers for each token")
             if not 0 <= text.prefill < math.inf:
                 raise ValueError(f"{text.prompt}: its prefill takes {text.prefill} s")
             if type(text.asked) is not int or text.asked < 0:
