@@ -365,3 +365,25 @@ def test_a_busy_moment_is_no_cliff() -> None:
     assert Curve(1.0, 0.0, {0: [9.0, 1.0], 1: [1.0, 5.0], 2: often, 4: [1.0, 2.0]}).line[:3] == [1.0, 3.0, 3.0]
     kept = Curve(1.0, 0.0, {1: list(rare), 4: [1.0, 2.0]})
     assert kept.state()["seen"] == {"1": rare, "4": [1.0, 2.0]}, "what was measured is kept as it was"
+
+
+def test_part_of_a_draft_takes_no_longer_than_all_of_it() -> None:
+    """However often a busy moment was seen: a drafter goes its first levels on its way to the others."""
+    busy = {1: [38.0, 9.8], 2: [37.0, 3.8], 4: [12.0, 1.1], 7: [40.0, 5.2]}
+    kept = Curve(0.0, 0.3, busy, nested=True)
+    assert kept.line[1:5] == [1.1] * 4
+    assert kept.line[7] == 5.2
+    costs = Costs({})
+    costs.take({"draft": {"model @ - rows 1 context 512 greedy": kept.state()}})
+    assert costs.draft["model", situation("", 1, 512, False)].line == kept.line, "as a profile gives it back"
+
+
+def test_what_was_dear_for_a_moment_is_cheap_again_soon() -> None:
+    """A reading far below what was expected is believed sooner than any other: what is held up only ever takes longer."""
+    curve = Curve(0.0, 0.3, {1: [40.0, 10.0]}, nested=True)
+    for _ in range(8):
+        curve.add(1, 0.3)
+    assert curve.seen[1][1] < 1.0
+    for _ in range(8):
+        curve.add(1, 10.0)
+    assert curve.seen[1][1] < 1.5, "and one far above it no more than before"

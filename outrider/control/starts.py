@@ -15,6 +15,7 @@ from outrider.core.types import Draft, Sequence, StepRecord
 from outrider.measure.cost import DEEPEST, FAR
 
 RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
+BESIDE = 0.7  # of what others' guesses promise: what one that reads ahead must be worth by itself, to be asked beside them
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 BEGUN = 4  # levels that must be affordable to start with
@@ -74,9 +75,12 @@ class Starts:
         return True
 
     def _outdoes(self, step: Step, name: str, draft: Draft) -> bool:
-        """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little?"""
-        have = step.best(draft)[1]
-        return all(name in row.sure for row in step.rows) and self._promise(step, name, have) * self._tilt(name, draft) >= have * (1 + RISK)
+        """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little? One that reads ahead tells in few steps
+        how much of that is right, and goes on where it is not: it need not be worth as much, and is heard in every text."""
+        have, ahead = step.best(draft)[1], self.tables.next.share(f"{name} steps", 1.0) < 1
+        if not ahead and not all(name in row.sure for row in step.rows):
+            return False
+        return self._promise(step, name, have) * self._tilt(name, draft) >= have * (BESIDE if ahead else 1 + RISK)
 
     def _promise(self, step: Step, name: str, have: float) -> float:
         """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns out to

@@ -130,7 +130,8 @@ class Holdups:
 @dataclass(slots=True)
 class Curve:
     """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are
-    (cliffs stay), but that one seen FEW times or less is not believed to take longer than a larger one: it was a busy moment. Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
+    (cliffs stay), but that one seen FEW times or less is not believed to take longer than a larger one: it was a busy moment; none is where the smaller are a part
+    of the larger (`nested`). Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
 
     start: float
     slope: float
@@ -139,6 +140,7 @@ class Curve:
     line: list[float] = field(default_factory=list)
     shape: list[float] = field(default_factory=list)  # the line over its value at 0
     stale: bool = False
+    nested: bool = False
 
     def __post_init__(self) -> None:
         self.spread = min(self.spread, WIDEST)
@@ -149,8 +151,8 @@ class Curve:
         count, mean = self.seen.get(n) or (0.0, self.line[n])
         if value <= WIDEST * mean:  # what is beyond that is nothing that such steps may cost
             self.spread = min(self.spread * (1 + 0.02 * (0.99 if value > self.spread * mean else -0.01)), WIDEST)
-        clipped = min(max(value, mean / CLIP), mean * CLIP)
-        self.seen[n] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)]
+        clipped, weight = min(max(value, mean / CLIP), mean * CLIP), max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)
+        self.seen[n] = [count + 1, mean + (clipped - mean) * (max(weight, SOONER) if CLIP * value < mean else weight)]
         self.stale = True
 
     def drawn(self) -> "Curve":
@@ -164,7 +166,7 @@ class Curve:
         points, least = [(0, self.start)] if not known else [], math.inf
         for n in reversed(known):
             count, mean = self.seen[n]
-            least = min(mean, least) if count <= FEW else mean
+            least = min(mean, least) if self.nested or count <= FEW else mean
             points.insert(0, (n, least))
         first, last = points[0], points[-1]
         line = [max(first[1] - self.slope * (first[0] - k), 0.1 * first[1]) for k in range(first[0])]
@@ -183,10 +185,10 @@ class Curve:
         }
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> "Curve":
+    def of(cls, state: dict[str, Any], nested: bool = False) -> "Curve":
         if any(not 0 <= int(n) <= DEEPEST or count <= 0 or mean < 0 for n, (count, mean) in state["seen"].items()):
             raise ValueError("numbers of nodes, how often they were seen, and seconds are no less than 0")
-        return cls(state["start"], state["slope"], {int(n): list(cell) for n, cell in state["seen"].items()}, state["spread"])
+        return cls(state["start"], state["slope"], {int(n): list(cell) for n, cell in state["seen"].items()}, state["spread"], nested=nested)
 
 
 class Costs:
@@ -225,7 +227,7 @@ class Costs:
         """Begin with what a profile kept."""
         self.verify = {named(at): Curve.of(curve) for at, curve in state.get("verify", {}).items()}
         pairs = {tuple(key.rsplit(" @ ", 1)): curve for key, curve in state.get("draft", {}).items()}
-        self.draft = {(name, named(at)): Curve.of(curve) for (name, at), curve in pairs.items()}
+        self.draft = {(name, named(at)): Curve.of(curve, nested=True) for (name, at), curve in pairs.items()}
         self.catch_up = {}
         for key, (_, each) in state.get("catch_up", {}).items():
             name, mark, size = key.rpartition(" @ ")
@@ -258,7 +260,7 @@ class Costs:
                 self.draft[key] = _copy(self.draft[name, near])
             elif (plain := self.verifying(at)) is not None:
                 step = self.assumed.get(name, 0.2) * plain.line[0]
-                self.draft[key] = Curve(0.0, step)
+                self.draft[key] = Curve(0.0, step, nested=True)
             else:
                 return None
         return self.draft[key]
@@ -363,7 +365,7 @@ def _like(sizes: dict[int, float], behind: int) -> float:
 
 def _copy(curve: Curve) -> Curve:
     """A relative's curve as a first guess: what it saw counts as one observation."""
-    return Curve(curve.start, curve.slope, {n: [1.0, mean] for n, (_, mean) in curve.seen.items()}, curve.spread)
+    return Curve(curve.start, curve.slope, {n: [1.0, mean] for n, (_, mean) in curve.seen.items()}, curve.spread, nested=curve.nested)
 
 
 def _nearest(at: Situation, known: list[Situation]) -> Situation | None:

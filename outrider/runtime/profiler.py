@@ -253,7 +253,7 @@ class Found:
         for name, times in self.draft.items():
             seen = {n: [float(len(ts)), median(ts)] for n, ts in times.items() if n <= DEEPEST}
             each = seen[max(seen)][1] / max(seen) if len(seen) > 2 else 0.1 * seen[min(seen)][1]  # who goes on in one call
-            costs.draft[name, at] = Curve(0.0, each, seen)
+            costs.draft[name, at] = Curve(0.0, each, seen, nested=True)
             if name in self.far:
                 for size in {behind.bit_length() for behind, _ in self.far[name]}:
                     some = [max(took - seen[min(seen)][1], 0.0) / behind for behind, took in self.far[name] if behind.bit_length() == size]
