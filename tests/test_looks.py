@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from contracts import request, run, sequence
 from test_controller import FREE, flat, lookups
+from tiny import Ruled
 from written import adaptive, costs, drive, linear, trace
 
 from outrider.control import controller as controllers
@@ -14,6 +15,7 @@ from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import GUESSES, PATIENCE, RESTS, SILENT, UNPAID, Row, awake
 from outrider.control.tables import Tables
 from outrider.core.types import Draft, Sequence, StepRecord
+from outrider.drafters.lookup import Lookup
 from outrider.measure.cost import Costs
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
@@ -212,3 +214,19 @@ def test_nobody_sleeps_for_a_dear_drafter_longer_than_for_the_cheapest() -> None
     assert controller.choose(seqs)[1] == "off:guard"
     room = controller._room(seqs, controller.page)
     assert slept == [pytest.approx(controller.page.cheapest - room)] and controller.page.drafting["model"][1] > 1
+
+
+def test_what_looking_took_is_told_apart() -> None:
+    """A stage of its own, in steps in which somebody was looked at; the stages of a step are all of it."""
+    controller = Adaptive(Tables({"lookup": 1}, Costs({"lookup": 0.01})), lambda: "")
+    rule = lambda text: (text[-1] + 1) % 7 if text[0] == 1 else (7 * len(text) ** 2 + len(text)) % 293  # noqa: E731
+    engine = Engine(Ruled(300, rule, rows=1), {"lookup": Lookup()}, controller, 1)
+    (seq,) = run(engine, [request([1, 2, 3], "a", max_tokens=80)])
+    assert any(r.seconds.get("look", 0) > 0 for r in seq.records)
+    for record in seq.records:
+        assert min(record.seconds.values()) >= 0 and sum(record.seconds.values()) == pytest.approx(record.reading.seconds)
+    (vain,) = run(engine, [request([200, 2, 3], "vain", max_tokens=200)])
+    asleep = [r for r in vain.records if r.reason == "off:resting"]
+    assert len(asleep) > 20 and not any("look" in r.seconds for r in asleep)
+    (off,) = run(engine, [replace(request([1, 2, 3], "off", max_tokens=9), drafters=frozenset())])
+    assert not any("look" in r.seconds for r in off.records)

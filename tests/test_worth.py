@@ -93,6 +93,26 @@ def test_verdicts_of_a_chain_are_those_of_its_nodes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
+def test_what_a_chain_says_of_its_drafters_is_what_its_nodes_say(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a drafter, or of two that have said the same; where the text ends before it, and where it is right to the end."""
+    rng, tables, rows = random.Random(seed), Tables(BITS, Costs({}), "static"), (Row(), Row())
+    draft = chain(rng, 9)
+    draft = replace(draft, source=[draft.source[0]] * len(draft))
+    text = [*draft.token[: rng.randint(0, len(draft))], *[7] * rng.randint(0, 1)] or [7]
+    record = SimpleNamespace(draft=draft, tokens=(tuple(text),))
+    page = Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, [1.0], [1.0], {}, {}, {}, 1.0, DEEPEST, 1.0)
+    for row, short in zip(rows, (True, False), strict=True):
+        if not short:
+            monkeypatch.setattr(tree, "straight", lambda draft: False)
+        for _ in range(3):
+            Step(tables, page, [row], 1, 9.0, 1.0).judged(record)
+    assert rows[0].bias.keys() == rows[1].bias.keys() == set(tables.marked(draft.source[0]))
+    for name, bias in rows[0].bias.items():
+        other = rows[1].bias[name]
+        assert (bias.factor, bias.excess, bias.weight) == pytest.approx((other.factor, other.excess, other.weight))
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_what_is_walked_in_one_pass_is_walked_place_by_place(seed: int) -> None:
     """Forests and chains: from each root on to the child that says what is chosen there, until none does."""
     rng = random.Random(seed)

@@ -34,6 +34,7 @@ from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 
 PLAIN, AGAIN, ADAPTIVE, OFF = "plain", "plain again", "adaptive", "loaded, off"
+LOOKING = "looking"
 ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing else
 FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
@@ -142,7 +143,7 @@ def _interleaved(
     """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. Before each round
     `measure` is called."""
     names, found, why = list(contenders), {name: {p.id: list[float]() for p in asked} for name in contenders}, Counter[str]()
-    deciding: dict[str, list[float]] = {PLAIN: [], ADAPTIVE: []}
+    deciding: dict[str, list[float]] = {PLAIN: [], ADAPTIVE: [], LOOKING: []}
     for turn in range(rounds):
         measure()
         for i, prompt in enumerate(asked):
@@ -154,10 +155,11 @@ def _interleaved(
                     why.update(r.reason for r in seq.records)
                 if name in deciding:
                     deciding[name] += [r.seconds["choose"] + r.seconds["draft"] for r in seq.records]
+                    deciding[LOOKING] += [r.seconds["look"] for r in seq.records if "look" in r.seconds]
     return (
         {name: {p: median(times) for p, times in by.items()} for name, by in found.items()},
         why,
-        {name: 1e6 * median(x) for name, x in deciding.items()},
+        {name: 1e6 * median(x or [0.0]) for name, x in deciding.items()},
     )
 
 
@@ -294,7 +296,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"| {name} | {c['replayed']:.3f} | {c['live']:.3f} | {c['error']:+.1%} |" for name, c in result["calibration"].items()))  # fmt: skip
     parts.append("Reasons of adaptive steps: " + ", ".join(f"{why} {n}" for why, n in sorted(result["reasons"].items(), key=lambda kv: -kv[1])) + ".")
     think, ledger = result["microseconds"], result["ledger"]
-    parts.append(f"Deciding (and trimming), median of a step: {think[ADAPTIVE]:.0f} us, of which {think[PLAIN]:.0f} are there without a controller. "
+    parts.append(f"Deciding (and trimming), median of a step: {think[ADAPTIVE]:.0f} us, of which {think[PLAIN]:.0f} are there without a controller; "
+                 f"lookup's reading of what is new in the text, where it was asked, {think[LOOKING]:.0f} us beside. "
                  f"Stalls {ledger['stalls']}, debts {ledger['debts']}.")  # fmt: skip
     return "\n\n".join(parts)
 

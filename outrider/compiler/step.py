@@ -31,6 +31,12 @@ class Clock:
         seconds[stage] = seconds.get(stage, 0.0) + now - self.last
         self.last = now
 
+    def part(self, stage: str, whole: str, took: float) -> None:
+        """Of another stage so much was this one, by a clock that may be another."""
+        if took:
+            self.seconds[stage] = took = min(took, self.seconds[whole])
+            self.seconds[whole] -= took
+
 
 @dataclass(slots=True)
 class Parts:

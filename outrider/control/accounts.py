@@ -151,7 +151,7 @@ class Accounts:
 
     def beside(self, record: StepRecord, drafting: float) -> float:
         """Seconds of thinking and `drafting`: what a step in which nothing was verified would not have taken in plain decoding."""
-        choosing = record.seconds.get("choose", 0.0)
+        choosing = _choosing(record)
         self.quickest = min(choosing, 1.001 * self.quickest)
         if record.levels:
             thinking = choosing - self.quickest + record.seconds.get("draft", 0.0)
@@ -160,7 +160,7 @@ class Accounts:
 
     def _aside(self, record: StepRecord, drafting: float) -> float:
         """The same, and nothing is learned of it."""
-        thinking = max(record.seconds.get("choose", 0.0) - self.quickest, 0.0)
+        thinking = max(_choosing(record) - self.quickest, 0.0)
         if not record.levels:
             return thinking
         return thinking + record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) + drafting  # a plan's first code, too
@@ -169,6 +169,11 @@ class Accounts:
 def _own(record: StepRecord) -> float:
     """Seconds of a step, without what it read of a prompt."""
     return record.reading.seconds - record.seconds.get("prefill", 0.0)
+
+
+def _choosing(record: StepRecord) -> float:
+    """Seconds before drafting, with what drafters took to look whether they have a guess."""
+    return record.seconds.get("choose", 0.0) + record.seconds.get("look", 0.0)
 
 
 def _drafting(record: StepRecord) -> float:

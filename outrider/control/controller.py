@@ -49,6 +49,7 @@ class Adaptive:
         self.last: tuple[list[Sequence], StepRecord] | None = None
         self.chosen: tuple[Page, list[str], int, Plan] | None = None  # what was planned last
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
+        self.looking = 0.0  # seconds that they took to read what is new in the texts
         self.worth = 0.0  # of a look, in the requests before
         self.asleep, self.silent, self.why = 0, False, ""
         self.slept, self.lull, self.sound = 0, 0.0, False  # steps of this rest that nobody noted; what a plain one took before; is this one of them?
@@ -58,6 +59,7 @@ class Adaptive:
     # Before drafting.
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        self.looking = 0.0
         self.sound = self.asleep > SOUND and self.why == "off:resting" and self.known is not None and seqs == self.known[0]
         if self.last:
             self._note(*self.last)
@@ -103,6 +105,8 @@ class Adaptive:
                 unpaid = unpaid or said == UNPAID
                 if said == GUESSES:
                     names.append(name)
+        for row in rows:
+            self.looking, row.looking = self.looking + row.looking, 0.0
         return names, tuple(looked), unpaid
 
     def _planned(self, page: Page, names: list[str], near: int) -> Plan:

@@ -2,6 +2,7 @@
 drafter was of its guesses. Knows nothing of costs beyond what asking a drafter costs.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class Row:
     worth: float = 0.0
     seldom: int = 1  # LOST, or 1
     looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)
+    looking: float = 0.0  # seconds that these took to read what is new, in the step under way
 
 
 def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
@@ -81,7 +83,9 @@ def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]
     if look is None or len(seq.tokens) - row.read.get(name, 0) > FAR:
         return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)
+    start = time.perf_counter()
     chance = look(seq.tokens)
+    row.looking += time.perf_counter() - start
     return SILENT if chance <= 0 else GUESSES if row.vain.get(name, 0) >= PATIENCE or chance >= least(name, row.history) else UNPAID
 
 

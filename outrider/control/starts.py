@@ -168,12 +168,12 @@ class Starts:
         for name, levels in record.levels.items():
             if not levels or step.page.prices[name] <= DEAR or record.draft is None:
                 continue
-            sure = step.sure(name, record.draft)
+            own, sure = step.sure(name, record.draft)
             for row in step.rows:
-                if sure is not None:
+                if own:
                     known, weight = (row.sure[name], LATELY) if name in row.sure else (self.tables.usual(name), FIRST)
                     row.sure[name] = known + weight * (sure - known)
-                    share = min(levels / step.made(name, record.draft), 1.0)
+                    share = min(levels / own, 1.0)
                     row.steps[name] = row.steps.get(name, 1.0) + weight * (share - row.steps.get(name, 1.0))
                 if name in row.owing:
                     row.owing[name][1] += self._saved(step, seqs, record, name)

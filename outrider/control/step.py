@@ -144,21 +144,24 @@ class Step:
                 out[n] = own * above
         return out
 
-    def sure(self, name: str, draft: Draft) -> float | None:
-        """The mean chance of a drafter's guesses; None: it made none."""
+    def sure(self, name: str, draft: Draft) -> tuple[int, float]:
+        """How many guesses of a drafter there are, and their mean chance."""
         survival, bit, total, own = self.survivals(draft), self.tables.bits[name], 0.0, 0
         for n, source in enumerate(draft.source):
             if source & bit:
                 parent = draft.parent[n]
                 total += survival[n] / (survival[parent] if parent >= 0 else 1.0)
                 own += 1
-        return total / own if own else None
+        return own, total / own if own else 0.0
 
     def judged(self, record: StepRecord) -> None:
         """What the verdicts say of the drafters in these texts."""
         draft, seen = record.draft, dict[tuple[int, str], tuple[float, float]]()
         assert draft is not None
         survival = self.survivals(draft)
+        if draft.source.count(draft.source[0]) == len(draft) and tree.straight(draft):
+            self._chain_judged(draft.token, record.tokens[0], survival, self.tables.marked(draft.source[0]))
+            return
         for n, verdict in verdicts(record):
             parent = draft.parent[n]
             p = survival[n] / (survival[parent] if parent >= 0 else 1.0)
@@ -168,10 +171,14 @@ class Step:
         for (r, name), (excess, weight) in seen.items():
             self.rows[r].bias.setdefault(name, Bias()).learn(excess, weight)
 
-    def made(self, name: str, draft: Draft) -> int:
-        """Nodes of a drafter."""
-        bit = self.tables.bits[name]
-        return sum([source & bit > 0 for source in draft.source])
+    def _chain_judged(self, said: list[int], came: tuple[int, ...], survival: list[float], names: list[str]) -> None:
+        """The same of one row's chain that all these have made, which most drafts are: what came out ends with the first that is not right."""
+        excess, weight, above = 0.0, 0.0, 1.0
+        for n in range(min(len(said), len(came))):
+            p, right = survival[n] / above, said[n] == came[n]
+            excess, weight, above = excess + right - p, weight + p * (1 - p), survival[n]
+        for name in names:
+            self.rows[0].bias.setdefault(name, Bias()).learn(excess, weight)
 
     def best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""

@@ -121,6 +121,8 @@ class Engine:
             plan, reason = self._narrowed(seqs, plan, reason)
         noise = SILENCE if settings.all_greedy else _noise(seqs)
         clock.mark("choose")
+        if not self.off:
+            clock.part("look", "choose", getattr(self.controller, "looking", 0.0))
         step = self.jit.get(self.rule, plan, self.facts[getattr(self.controller, "asks", True)])
         clock.mark("jit")
         self.target.prefill(seqs)
