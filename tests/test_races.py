@@ -195,8 +195,11 @@ def test_only_what_lies_in_one_piece_is_read_where_it_lies(monkeypatch, prompts,
 @pytest.mark.parametrize("kind", ["strict", "early exit", "draft model"])
 def test_whoever_computed_it_what_is_read_lies_in_one_piece(monkeypatch, kind):
     """Parts of a strict step, what goes on from first layers, and the forwards of a chain."""
-    seen = []
+    seen, decide = [], hf_module.decided_of
     monkeypatch.setattr(hf_module, "Scores", lambda *given, **named: seen.append(Scores(*given, **named)) or seen[-1])
+    monkeypatch.setattr(
+        hf_module, "decided_of", lambda x, found, lies, at: seen.append(Scores(x, at=at, found=found, lies=lies)) or decide(x, found, lies, at)
+    )
     target = wrap(zoo.module("llama"), "target", "zoo", context=100)
     small = EarlyExit(target, 1) if kind == "early exit" else wrap(zoo.module("llama", noise=0.1), "draft", "zoo", context=100)
     name = "early-exit:1" if kind == "early exit" else "model"
@@ -264,6 +267,47 @@ def test_a_tree_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windo
     assert len(asked) == sum(all(w is None or w > count for w in windows) for count in counts) * 2
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 70, None), (9,)], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windows):
+    """From a root or below a node of a draft, a few nodes at a time, some of which are taken back: nodes, slots and what sees what, to the end of a row."""
+    asked, found = [], []
+    text = np.random.default_rng(seed).integers(0, 1 << 40, 200).tolist()
+    machine = SimpleNamespace(laid=made.laid, chained=lambda *given: asked.append(given) or made.chained(*given))
+    for module in (None, machine):
+        monkeypatch.setattr(kv_module, "races", module)
+        rows, rng, told = Rows("m", 1, 60, None, windows), random.Random(seed), []
+        seq = Sequence(Request("r", tuple(text[:20]), SamplingParams(), 0, "greedy"), text[:20])
+        rows.open(seq)
+        row, draft = rows.of(seq), tree.run(tree.run(Draft(1), -1, text[50:52], 1, [0.5] * 2), -1, text[52:54], 1, [0.5] * 2)
+        for _ in range(12):
+            row.text = seq.tokens[: len(seq.tokens) - rng.randint(1, 3)]
+            place = rng.choice([-1, -1, 1, 3])
+            ahead = text[60 : 60 + rng.randint(0, 5)]
+            if place >= 0 and rng.random() < 0.5:  # what others have said was scored before
+                rows.layout([seq], draft, tree.all_places(draft))
+            layout = rows.begin([seq], draft, place, ahead)
+            width = len(layout.blocks[0].table[0])
+            assert (layout.at or list(range(width))) == list(range(width - len(ahead) - 1, width))
+            blocks, node, last = [*layout.blocks], len(draft) + len(ahead), len(draft) + len(ahead) - 1 if ahead else place
+            for _ in range(rng.randint(0, 4)):
+                told.append(([b.table.tolist() for b in blocks], [(b.first, b.read, b.kept) for b in blocks], layout.at, row.base, dict(row.scratch)))
+                gone = rng.randint(0, min(2, node - len(draft)))
+                rows.undo(seq, list(range(node - gone, node)))
+                node = node - gone
+                last = node - 1 if node > len(draft) else place
+                more = text[80 : 80 + rng.randint(1, 6)]
+                blocks, node, last = [rows.onward(seq, node, last, more)], node + len(more), node + len(more) - 1
+            told.append(([b.table.tolist() for b in blocks], dict(row.scratch)))
+            rows.drop([seq])
+        with pytest.raises(OutriderError, match="slots a row"):
+            rows.begin([seq], draft, -1, [])
+            rows.onward(seq, 4, -1, text[: 60 + MAX_NODES])
+        found.append(told)
+    assert found[0] == found[1]
+    assert asked or windows == (9,)
+
+
 SHAPES = [(2, 3, 3), (1, 5, 5), (2, 3, 5), (4, 1, 2)]  # heads, and entries of keys and of values, by layer: alike in nothing, in part, in all
 
 
@@ -314,6 +358,21 @@ def test_slots_are_moved_only_where_none_is_written_before_it_is_read(made):
     assert (table == before).all()
     made.moved(table.ctypes.data, 1, 0, 1, 0, 8, [4, 6, 7], 4)
     assert table.tolist() == [*range(5), 6, 7, *range(7, 20)]
+
+
+def test_a_chain_lies_in_the_slots_of_a_step(made):
+    table = np.zeros((80, 5), np.int64)
+    for slot, upto in ((-1, -1), (4, 5), (69, 5)):
+        with pytest.raises(IndexError):
+            made.chained(table.ctypes.data, 1, [1, 2], 7, slot, upto, 0)
+    for given in (([1], 7, 5, 5), ((1,), 7, 5, 5, 0), ([1], "x", 5, 5, 0), ([1], 7, 5, 5, None)):
+        with pytest.raises(TypeError):
+            made.chained(table.ctypes.data, 1, *given)
+    assert not table.any()
+    with pytest.raises(TypeError):
+        made.chained(table.ctypes.data, 1, ["x"], 7, 5, 5, 0)
+    made.chained(table.ctypes.data, 1, [8, 9], 7, 67, 5, 1)
+    assert table[:2].tolist() == [[8, 7, 67, 5, 1 + (1 << 62)], [9, 8, 68, 5, 1 + (1 << 62) - (1 << 63)]]
 
 
 def test_only_tokens_that_are_there_are_laid_out(made):

@@ -1,4 +1,4 @@
-/* A step's numbers, read and written where they lie: what a forward over a text's end and the nodes below it is told (`laid`, as `kv.Rows` says), the tokens that it found
+/* A step's numbers, read and written where they lie: what a forward over a text's end and the nodes below it is told (`laid`, `chained`, as `kv.Rows` says), the tokens that it found
 itself (`decided`), where the accepted ones' keys go (`moved`), and who wins the race over the logits of one place (`won`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
 
 Of races the same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
@@ -292,6 +292,37 @@ static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
     Py_RETURN_NONE;
 }
 
+/* chained(address, kinds, tokens, position, slot, upto, sees): see races.pyi */
+static PyObject *chained(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    int64_t *out = count == 7 ? PyLong_AsVoidPtr(given[0]) : NULL;
+    long part[5] = {0}; /* kinds, none, position, slot, upto */
+    uint64_t sees = count == 7 ? PyLong_AsUnsignedLongLongMask(given[6]) : 0;
+    if (count != 7 || !PyList_Check(given[2])) {
+        PyErr_SetString(PyExc_TypeError, "chained takes an address, a number of kinds, a list and four numbers");
+        return NULL;
+    }
+    for (int i = 0; i < 5; ++i)
+        part[i] = i == 1 ? 0 : PyLong_AsLong(given[1 + i]);
+    count = PyList_GET_SIZE(given[2]);
+    if (!PyErr_Occurred() && (part[4] < 0 || part[3] < part[4] || part[3] - part[4] + count > 64))
+        PyErr_SetString(PyExc_IndexError, "nodes lie in 64 slots behind a text");
+    if (PyErr_Occurred())
+        return NULL;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        sees |= (uint64_t)1 << (part[3] - part[4] + i);
+        *out++ = PyLong_AsLongLong(PyList_GET_ITEM(given[2], i));
+        *out++ = part[2] + i;
+        *out++ = part[3] + i;
+        *out++ = part[4];
+        for (long kind = 0; kind < part[0]; ++kind)
+            *out++ = (int64_t)sees;
+    }
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 /* moved(address, times, stride, heads, each, bytes, sources, start): see races.pyi */
 static PyObject *moved(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
@@ -324,6 +355,7 @@ static PyObject *moved(PyObject *self, PyObject *const *given, Py_ssize_t count)
 }
 
 static PyMethodDef methods[] = {{"moved", (PyCFunction)(void (*)(void))moved, METH_FASTCALL, NULL},
+                                {"chained", (PyCFunction)(void (*)(void))chained, METH_FASTCALL, NULL},
                                 {"laid", (PyCFunction)(void (*)(void))laid, METH_FASTCALL, NULL},
                                 {"decided", (PyCFunction)(void (*)(void))decided, METH_FASTCALL, NULL},
                                 {"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};

@@ -41,10 +41,7 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
     if races is not None and scores.lies:
-        read = races.decided(scores.found.data_ptr(), scores.lies, scores.at)
-        if read is None:
-            raise _not_a_number()
-        return read
+        return _read_off(scores.found, scores.lies, scores.at)
     lines = scores.found.tolist()
     if len(lines) == len(lines[0]) == 1 and not isnan(lines[0][0][1]):  # one place
         ((token, value, mass),) = lines[0]
@@ -55,6 +52,20 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
     if isnan(sum(chosen)) and any(isnan(value) for _, value, _ in asked):
         raise _not_a_number()
     return [int(token) for token, _, _ in asked], chosen
+
+
+def decided_of(logits: Tensor, found: Tensor, lies: int, at: list[int] | None) -> tuple[list[int], list[float]]:
+    """`decided` of Scores of these."""
+    if races is not None and lies:
+        return _read_off(found, lies, at)
+    return decided(Scores(logits, at=at, found=found))
+
+
+def _read_off(found: Tensor, lies: int, at: list[int] | None) -> tuple[list[int], list[float]]:
+    read = races.decided(found.data_ptr(), lies, at)
+    if read is None:
+        raise _not_a_number()
+    return read
 
 
 def _not_a_number() -> OutriderError:

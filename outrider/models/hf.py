@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import decided, near
+from outrider.core.sampling import decided, decided_of, near
 from outrider.core.types import Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
 from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
@@ -146,7 +146,7 @@ class HFModel:
             logits, told = self._serve(block)
             forwards += 1
             first = len(tokens)
-            found = None if pick else decided(Scores(logits, at=at, found=told, lies=_lies(block)))
+            found = None if pick else decided_of(logits, told, _lies(block), at)
             for i in range(len(hints) + 1):
                 if found is not None:
                     token, chance = found[0][i], math.exp(found[1][i])
@@ -162,7 +162,8 @@ class HFModel:
                 if not known:
                     break
             done = len(tokens) - 1  # nodes that were scored
-            self.rows.undo(seq, list(range(node + done, node + first + len(hints))))
+            if done < first + len(hints):
+                self.rows.undo(seq, list(range(node + done, node + first + len(hints))))
             hints, at = ahead(tokens, levels - len(tokens) - 1) if ahead else [], None
             block = self.rows.onward(seq, node + done, node + done - 1 if done else place, [tokens[-1], *hints])
 

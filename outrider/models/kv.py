@@ -96,6 +96,7 @@ class Rows:
     def __init__(self, name: str, count: int, context: int, store: Store, windows: tuple[int | None, ...] = (None,)) -> None:
         self.name, self.capacity, self.store, self.windows = name, slots_for(context), store, windows
         self.reuse, self.blind = True, (0,) * len(windows)
+        self.narrowest = min([w for w in windows if w is not None], default=self.capacity)
         self.all = [Row(i) for i in range(count)]
         self.active, self.clock, self.reused = 0, 0, 0
         self.tables: dict[tuple[int, int], Table] = {}  # of single rows, by row and width
@@ -165,12 +166,12 @@ class Rows:
             for row in [self.of(seqs[~p]) for p in places if p < 0]:
                 row.resumed = row.base >= 0
         if len(places) == 1 and places[0] < 0 and not resume:  # the most frequent: a plain step, the first of a chain
-            return self._anew(seqs[~places[0]], draft, 0)
+            return self._anew(seqs[~places[0]], draft.token, draft.parent, 0)
         if len(places) == 1:
             row, columns = self._columns(seqs, draft, places[0])
             return Layout([self._line(row, columns)], None if len(columns) == 1 else [len(columns) - 1])
         if not resume and draft.rows == 1 and tree.ascending(places):
-            return self._anew(seqs[0], draft, len(places) - 1)
+            return self._anew(seqs[0], draft.token, draft.parent, len(places) - 1)
         lines: dict[int, list[Column]] = {}
         asked: list[tuple[int, int]] = []
         for place in places:
@@ -188,19 +189,19 @@ class Rows:
         at = [start[r] + c for r, c in asked]
         return Layout(blocks, None if at == list(range(size)) else at)
 
-    def _anew(self, seq: Sequence, draft: Draft, count: int) -> Layout:
-        """`layout` of one row's root and first `count` nodes, none of them scored before: what most steps ask."""
+    def _anew(self, seq: Sequence, tokens: list[int], parents: list[int], count: int, first: int = 0) -> Layout:
+        """`layout` of one row's root and of the first `count` of some nodes, called `first` and so on, none of them scored before: what most steps ask."""
         row = self.of(seq)
         start, end = len(row.text), len(seq.tokens)
         width = end - start + count
         at = list(range(width - count - 1, width)) if end - start > 1 else None
-        if races is None or end + count >= self.capacity or any(w is not None and w <= count for w in self.windows):  # too long, or not all sees all
-            columns = self._columns([seq], draft, -1)[1]
-            columns += [self._node_column(row, n, draft.parent[n], draft.token[n]) for n in range(count)]
+        if races is None or end + count >= self.capacity or self.narrowest <= count:  # too long, or not all sees all
+            columns = self._root_columns(row, seq)
+            columns += [self._node_column(row, first + n, first + p if (p := parents[n]) >= 0 else p, tokens[n]) for n in range(count)]
             return Layout([self._line(row, columns)], at)
-        row.base, row.scratch, row.resumed = end, _sights(draft.parent, count), False
+        row.base, row.scratch, row.resumed = end, _sights(parents, count, first), False
         table = self._table(row.index, width)
-        races.laid(table.address, len(self.windows), seq.tokens, start, draft.token, draft.parent, count)
+        races.laid(table.address, len(self.windows), seq.tokens, start, tokens, parents, count)
         return Layout([Block(row.index, table.made, _bucket(end + count, self.capacity), width)], at)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
@@ -212,10 +213,13 @@ class Rows:
             missing = [n for n in tree.ancestors(draft, place)[:-1] if n not in row.scratch] if draft.parent[place] not in row.scratch else []
             return row, [*first, *[self._node_column(row, n, draft.parent[n], draft.token[n]) for n in [*missing, place]]]
         row = self.of(seqs[~place])
+        return row, self._root_columns(row, seqs[~place])
+
+    def _root_columns(self, row: Row, seq: Sequence) -> list[Column]:
         start = len(row.text)
-        tail = seqs[~place].tokens[start:]
+        tail = seq.tokens[start:]
         row.base, row.scratch, row.resumed = start + len(tail), row.scratch if row.resumed else {}, False
-        return row, [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
+        return [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
     def _node_column(self, row: Row, node: int, parent: int, token: int) -> Column:
         k = list(row.scratch).index(node) if node in row.scratch else len(row.scratch)  # one that is scored again keeps its slot
@@ -230,8 +234,8 @@ class Rows:
 
     def begin(self, seqs: list[Sequence], draft: Draft, place: int, ahead: list[int]) -> Layout:
         """`layout` of a place and of what may follow it, as nodes len(draft), len(draft) + 1, ..., one below the other."""
-        if not ahead:
-            return self.layout(seqs, draft, [place])
+        if place < 0:
+            return self._anew(seqs[~place], ahead, list(range(-1, len(ahead) - 1)), len(ahead), len(draft))
         row, columns = self._columns(seqs, draft, place)
         first = len(columns) - 1
         columns += self._below(row, len(draft), place, ahead)
@@ -240,7 +244,16 @@ class Rows:
     def onward(self, seq: Sequence, node: int, parent: int, tokens: list[int]) -> Block:
         """The forward of more nodes of this step, one below the other, from a place on that was scored."""
         row = self.of(seq)
-        return self._line(row, self._below(row, node, parent, tokens))
+        sees, k, count = row.scratch[parent] if parent >= 0 else 0, len(row.scratch), len(tokens)
+        depth = sees.bit_count()
+        if races is None or row.base + k + count >= self.capacity or self.narrowest <= depth + count:
+            return self._line(row, self._below(row, node, parent, tokens))
+        table = self._table(row.index, count)
+        races.chained(table.address, len(self.windows), tokens, row.base + depth, row.base + k, row.base, sees)
+        for n in range(count):
+            sees |= 1 << k + n
+            row.scratch[node + n] = sees
+        return Block(row.index, table.made, _bucket(row.base + k + count, self.capacity), count)
 
     def _below(self, row: Row, node: int, parent: int, tokens: list[int]) -> list[Column]:
         columns = list[Column]()
@@ -304,15 +317,26 @@ class Rows:
                 row.text += seq.tokens[row.cached : row.base]
                 row.base, row.scratch = -1, {}
                 continue
-            order, kept = {node: k for k, node in enumerate(row.scratch)}, []
-            for node in path:
-                if node not in order:
-                    break
-                kept.append(order[node])
-            if kept != list(range(len(kept))):
-                self.store.move(row.index, [row.base + k for k in kept], row.base)
-            row.text += seq.tokens[row.cached : row.base] + draft.text(path[: len(kept)])
+            row.text += seq.tokens[row.cached : row.base] + draft.text(path[: self._gather(row, path)])
             row.base, row.scratch = -1, {}
+
+    def _gather(self, row: Row, path: list[int]) -> int:
+        """Bring what was scored of an accepted path, up to the first node that was not, to the slots behind the text. Returns how many nodes that are."""
+        there = 0  # that lie there already, as those of a chain do
+        for node, scored in zip(path, row.scratch, strict=False):
+            if node != scored:
+                break
+            there += 1
+        if there == len(path) or there == len(row.scratch):
+            return there
+        order, kept = {node: k for k, node in enumerate(row.scratch)}, list[int]()
+        for node in path:
+            if node not in order:
+                break
+            kept.append(order[node])
+        if len(kept) > there:
+            self.store.move(row.index, [row.base + k for k in kept], row.base)
+        return len(kept)
 
 
 def slots_for(context: int) -> int:
@@ -338,12 +362,12 @@ def _neighbours(by_index: dict[int, int]) -> Iterator[list[int]]:
         yield run
 
 
-def _sights(parents: list[int], count: int) -> dict[int, int]:
-    """Which scratch slots each of the first nodes sees, if they lie there in order."""
+def _sights(parents: list[int], count: int, first: int) -> dict[int, int]:
+    """Which scratch slots each of these nodes sees, by its name, if they lie there in order."""
     sees = dict[int, int]()
     for n in range(count):
         parent = parents[n]
-        sees[n] = (sees[parent] if parent >= 0 else 0) | 1 << n
+        sees[first + n] = (sees[first + parent] if parent >= 0 else 0) | 1 << n
     return sees
 
 
