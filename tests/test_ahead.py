@@ -19,6 +19,7 @@ from outrider.bench import oracle
 from outrider.bench.replay import Text, Trace, record
 from outrider.control import starts
 from outrider.control.fixed import fixed
+from outrider.control.guard import Ledger
 from outrider.control.predict import MOST, Bias
 from outrider.control.rows import Row
 from outrider.control.starts import Starts
@@ -26,7 +27,7 @@ from outrider.control.step import Step
 from outrider.control.tables import steps_of
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Plan, Sequence, StepRecord
+from outrider.core.types import Draft, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.suffix import FORESEEN, INDEX, SuffixIndex, index_of
@@ -312,3 +313,44 @@ def test_who_reads_ahead_is_heard_beside_others(monkeypatch: pytest.MonkeyPatch)
     at_once, ahead = list(took.values())[:3], list(took.values())[3:]
     assert len(set(at_once)) == 1
     assert ahead[1] < 0.95 * ahead[2]
+
+
+def test_who_does_not_read_ahead_in_a_text_is_not_heard_as_if_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts in which five tokens take it a step, and then some in which each takes one: in these nearly nothing is asked of it that would not be asked of one
+    that never reads ahead."""
+    priced = costs(linear(0.03), FREE | {"model": linear(0.2, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, 1e-4]}}
+    of = trace(3, priced, {"lookup": lambda t, d: 0.85 if t > 4 else 0.0, "model": lambda t, d: 0.97}, texts=7, length=200)
+    of = replace(of, texts=[*reading(of, 5).texts[:2], *reading(of, 1).texts[2:]])
+    took = []
+    for beside in (starts.BESIDE, 1 + starts.RISK):
+        monkeypatch.setattr(starts, "BESIDE", beside)
+        took.append(sum(seconds(records) for records in drive(of, adaptive(of))[2:]))
+    assert took[0] < 1.05 * took[1], took
+
+
+def beside(room: float, rows: int = 1) -> tuple[Starts, Step, Draft]:
+    """A step in which lookup has said eight tokens to each row, and the model, which reads ahead and is sure, may be asked."""
+    of = trace(1, costs(linear(0.1), FREE | {"model": linear(0.2, 0.0)}), {"lookup": lambda t, d: 0.5, "model": lambda t, d: 0.5}, length=20)
+    tables = adaptive(of).tables
+    of_text = [Row(sure={"model": 0.98}, steps={"model": 0.2}) for _ in range(rows)]
+    step = Step(tables, tables.page(next(iter(tables.costs.verify))), of_text, 1, room, 1.0)
+    draft = tree.empty(rows)
+    for row in range(rows):
+        draft = tree.run(draft, ~row, [1, 2, 3, 4, 5, 6, 7, 8], tables.bits["lookup"], [0.9] * 8)
+    return Starts(tables, Ledger(), False), step, draft
+
+
+def test_nobody_is_asked_for_whom_what_is_there_would_be_left() -> None:
+    for room, asked in ((99.0, True), (1.3, False)):
+        starts_, step, draft = beside(room)
+        assert starts_._outdoes(step, "model", draft) == asked
+
+
+def test_in_a_batch_a_level_is_a_step() -> None:
+    """Of a draft of eight nodes in each of two rows, which took eight levels."""
+    starts_, step, draft = beside(99.0, rows=2)
+    mine = replace(draft, source=[step.tables.bits["model"]] * len(draft))
+    for row in step.rows:
+        row.steps["model"] = 1.0
+    starts_.used(step, [], SimpleNamespace(levels={"model": 8}, draft=mine))
+    assert [row.steps["model"] for row in step.rows] == [1.0, 1.0]

@@ -376,14 +376,3 @@ def test_part_of_a_draft_takes_no_longer_than_all_of_it() -> None:
     costs = Costs({})
     costs.take({"draft": {"model @ - rows 1 context 512 greedy": kept.state()}})
     assert costs.draft["model", situation("", 1, 512, False)].line == kept.line, "as a profile gives it back"
-
-
-def test_what_was_dear_for_a_moment_is_cheap_again_soon() -> None:
-    """A reading far below what was expected is believed sooner than any other: what is held up only ever takes longer."""
-    curve = Curve(0.0, 0.3, {1: [40.0, 10.0]}, nested=True)
-    for _ in range(8):
-        curve.add(1, 0.3)
-    assert curve.seen[1][1] < 1.0
-    for _ in range(8):
-        curve.add(1, 10.0)
-    assert curve.seen[1][1] < 1.5, "and one far above it no more than before"

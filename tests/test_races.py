@@ -270,7 +270,7 @@ def test_a_tree_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windo
 @pytest.mark.parametrize("windows", [(None,), (None, 70, None), (9,)], ids=str)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windows):
-    """From a root or below a node of a draft, a few nodes at a time, some of which are taken back: nodes, slots and what sees what, to the end of a row."""
+    """From a root or below a node of a draft, a few nodes at a time, some of which are taken back: nodes, slots and what sees what; what a row has no slots for is refused."""
     asked, found = [], []
     text = np.random.default_rng(seed).integers(0, 1 << 40, 200).tolist()
     machine = SimpleNamespace(laid=made.laid, chained=lambda *given: asked.append(given) or made.chained(*given))

@@ -12,10 +12,10 @@ from outrider.control import rows as memory
 from outrider.control.predict import Bias
 from outrider.control.rows import LOOKS, LOST, SHARE, Row, looked
 from outrider.control.step import Step
-from outrider.control.tables import Page, Tables
+from outrider.control.tables import Lesson, Page, Tables
 from outrider.core import tree
 from outrider.core.types import Draft
-from outrider.measure.cost import DEEPEST, Costs, Situation
+from outrider.measure.cost import DEEPEST, Costs, Curve, Situation
 from outrider.measure.trace import verdicts
 
 BITS = {"lookup": 1, "model": 2}
@@ -151,3 +151,19 @@ def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:
     several = Row()
     looked([several], (), -0.1, times=LOOKS)
     assert several.worth == pytest.approx(-0.1)
+
+
+def test_who_says_nothing_tells_no_price() -> None:
+    """A drafter that was let go and made no node, in a time in which nothing can be computed."""
+    costs, at = Costs({}), Situation("", 1, 512, False)
+    costs.verify[at], costs.draft["model", at] = Curve(1.0, 0.1, {0: [50.0, 1.0]}), Curve(0.0, 0.3, {1: [50.0, 0.3]}, nested=True)
+    tables = Tables(BITS, costs, "static")
+    costs.verify[at], costs.draft["model", at] = Curve(1.0, 0.1, {0: [50.0, 1.0]}), Curve(0.0, 0.3, {1: [50.0, 0.3]}, nested=True)
+    said = tree.run(tree.empty(1), -1, [1], BITS["model"], [0.5])
+    for draft, price in ((Draft(1), 0.3), (said, 0.3 - 0.02 * 0.2)):
+        seconds = {"draft model": 1e-5}
+        record = SimpleNamespace(
+            levels={"model": 1}, seconds=seconds, drafted=(0,), draft=draft, tokens=((1,),), reading=SimpleNamespace(seconds=1.0), emitted=(1,)
+        )
+        tables.take_in([Lesson(record, at, [0], {"model": 1}, False, 1.0)])
+        assert costs.draft["model", at].seen[1][1] == pytest.approx(price, abs=1e-3)

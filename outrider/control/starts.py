@@ -77,10 +77,19 @@ class Starts:
     def _outdoes(self, step: Step, name: str, draft: Draft) -> bool:
         """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little? One that reads ahead tells in few steps
         how much of that is right, and goes on where it is not: it need not be worth as much, and is heard in every text."""
-        have, ahead = step.best(draft)[1], self.tables.next.share(f"{name} steps", 1.0) < 1
-        if not ahead and not all(name in row.sure for row in step.rows):
+        nodes, have = step.best(draft)
+        ahead = len(step.rows) == 1 and self._ahead(step.rows[0], name)
+        if not (ahead or all(name in row.sure for row in step.rows)):
+            return False
+        if step.spent + step.page.drafting[name][1] + step.page.seconds[max(nodes, 1)] > step.room:  # what is there would have to be left
             return False
         return self._promise(step, name, have) * self._tilt(name, draft) >= have * (BESIDE if ahead else 1 + RISK)
+
+    def _ahead(self, row: Row, name: str) -> bool:
+        """Does a drafter read ahead in this text, or in others, if nothing was asked of it here? Who was, and said nothing, does not."""
+        if name in row.sure:
+            return row.steps[name] < 1
+        return name not in row.read and self.tables.next.share(f"{name} steps", 1.0) < 1
 
     def _promise(self, step: Step, name: str, have: float) -> float:
         """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns out to
@@ -173,7 +182,7 @@ class Starts:
                 if own:
                     known, weight = (row.sure[name], LATELY) if name in row.sure else (self.tables.usual(name), FIRST)
                     row.sure[name] = known + weight * (sure - known)
-                    share = min(levels / own, 1.0)
+                    share = min(levels * len(step.rows) / own, 1.0)
                     row.steps[name] = row.steps.get(name, 1.0) + weight * (share - row.steps.get(name, 1.0))
                 if name in row.owing:
                     row.owing[name][1] += self._saved(step, seqs, record, name)

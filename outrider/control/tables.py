@@ -246,12 +246,16 @@ class Tables:
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
             behind = lesson.behind.get(name, 0)
-            if at in self.costs.verify and (behind > FAR or not known):
+            if at in self.costs.verify and (behind > FAR or not known) and self._spoke(record, name):
                 self.costs.drafted(name, at, min(levels, DEEPEST), took / lesson.pace, behind)
         nodes = min(max(record.drafted), DEEPEST)
         once = record.seconds.get("prefill", 0.0) + record.seconds.get("jit", 0.0)
         if not known:
             self.costs.verified(at, nodes, (record.reading.seconds - once - drafting) / lesson.pace, lesson.calm)
+
+    def _spoke(self, record: StepRecord, name: str) -> bool:
+        """Did a drafter guess? What it takes to say nothing, as a model does beyond its context, is not what a level takes."""
+        return record.draft is not None and any(source & self.bits[name] for source in record.draft.source)
 
     def _verdicts(self, lesson: Lesson) -> None:
         """Grade every drafter that had a guess, verified or not."""

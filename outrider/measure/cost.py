@@ -151,8 +151,8 @@ class Curve:
         count, mean = self.seen.get(n) or (0.0, self.line[n])
         if value <= WIDEST * mean:  # what is beyond that is nothing that such steps may cost
             self.spread = min(self.spread * (1 + 0.02 * (0.99 if value > self.spread * mean else -0.01)), WIDEST)
-        clipped, weight = min(max(value, mean / CLIP), mean * CLIP), max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)
-        self.seen[n] = [count + 1, mean + (clipped - mean) * (max(weight, SOONER) if CLIP * value < mean else weight)]
+        clipped = min(max(value, mean / CLIP), mean * CLIP)
+        self.seen[n] = [count + 1, mean + (clipped - mean) * max(1 / (count + 1 + TRUST * (count < TRUST)), LEAST)]
         self.stale = True
 
     def drawn(self) -> "Curve":
