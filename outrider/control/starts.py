@@ -76,7 +76,7 @@ class Starts:
 
     def _outdoes(self, step: Step, name: str, draft: Draft) -> bool:
         """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little? One that reads ahead tells in few steps
-        how much of that is right, and goes on where it is not: it need not be worth as much, and is heard in every text."""
+        how much of that is right, and goes on where it is not: it need not be worth as much, and is heard once in a text in which it was not asked yet."""
         nodes, have = step.best(draft)
         ahead = len(step.rows) == 1 and self._ahead(step.rows[0], name)
         if not (ahead or all(name in row.sure for row in step.rows)):
