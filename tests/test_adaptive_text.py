@@ -146,7 +146,7 @@ def test_exact_text_of_the_adaptive_controller(monkeypatch: pytest.MonkeyPatch, 
 
     def make() -> tuple[Controller, object]:
         tables = Tables({"lookup": 1, "model": 2, "other": 4}, Costs({}), state={"costs": state, "drafts": 100})
-        return Adaptive(tables, lambda: ""), itertools.count(0.0, 0.1).__next__
+        return Adaptive(tables, lambda: ""), itertools.count(0.0, 0.01).__next__  # a look takes a small part of a step
 
     off, reasons = error(monkeypatch, make, SamplingParams(temperature=1.0, max_tokens=3), 2)
     assert off < 1e-9 and "depth:drawn" in reasons

@@ -4,10 +4,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from contracts import sequence
 from test_promise import beyond
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.control.guard import GRANT, READING, Ledger
+from outrider.control.rows import Row
+from outrider.control.starts import Starts
+from outrider.control.step import Step
+from outrider.core import tree
 
 
 @pytest.mark.parametrize("level", [0.1, 0.4])
@@ -62,3 +67,17 @@ def test_a_drafter_that_must_read_begins_where_the_target_read_for_long(prefill:
     began = next((n for n, r in enumerate(records) if r.levels), len(records))
     assert (began <= 2) == bool(prefill)
     assert beyond(records) <= READING * prefill
+
+
+@pytest.mark.parametrize(("seen", "chance", "waits"), [(1000, 0.1, True), (1000, 0.97, False), (1, 0.1, False)])
+def test_a_try_that_the_guard_refuses_can_wait(seen: int, chance: float, waits: bool) -> None:
+    """Of a drafter that is known and does not pay: at every look it would be weighed again for nothing. Who pays, or is new, may be there with the next credit."""
+    of = trace(1, costs(linear(0.1), {"model": linear(0.5, 0.0)}), {"model": lambda t, d: 0.1}, length=20)
+    tables = adaptive(of).tables
+    tables.next.cells["model ?"] = [seen, chance]
+    row = Row(sure={"model": chance}, steps={"model": 1.0})
+    step = Step(tables, tables.page(next(iter(tables.costs.verify))), [row], 100, 1.0, 1.0)
+    starts = Starts(tables, Ledger(), False)
+    starts.due["model"] = 50
+    assert not starts.may(step, [sequence([0] * 10, "a")], "model", tree.empty(1), False) and step.refused
+    assert (starts.due["model"] > 100) == waits

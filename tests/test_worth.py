@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from contracts import random_draft
+from written import Weather, adaptive, drive, linear, trace
+from written import costs as priced
 
 from outrider.control import rows as memory
 from outrider.control.predict import Bias
-from outrider.control.rows import LOOKS, LOST, SHARE, Row, looked
+from outrider.control.rows import BEFORE, LOOKS, LOST, SHARE, Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core import tree
@@ -151,6 +153,30 @@ def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:
     several = Row()
     looked([several], (), -0.1, times=LOOKS)
     assert several.worth == pytest.approx(-0.1)
+
+
+def test_what_a_text_shows_soon_says_more_than_what_was_before() -> None:
+    """Half of what is believed after BEFORE looks; later ones each say the same, so that it can change its mind."""
+    row = Row(worth=1.0)
+    for _ in range(BEFORE - 1):
+        looked([row], (), 0.0)
+    assert row.worth == pytest.approx((BEFORE) / (2 * BEFORE - 1))
+    for _ in range(100):
+        looked([row], (), 0.0)
+    looked([row], (), 1.0)
+    assert row.worth == pytest.approx(1 / LOOKS, abs=0.01)
+
+
+@pytest.mark.parametrize("longer", [0.0, 1.5])
+def test_a_look_is_worth_what_its_step_took(longer: float) -> None:
+    """Drafts that pay by what steps are believed to take, and do not where they take longer than that after many plain ones."""
+    of = trace(4, priced(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.7 if t % 3 == 0 and d == 1 else 0.0}, length=600)
+    controller = adaptive(of)
+    worth = list[float]()
+    ended = controller.starts.ended
+    controller.starts.ended = lambda row: (worth.append(row.worth), ended(row))[1]
+    drive(of, controller, Weather(of, lambda n, name: 1 + longer * (name == "verify")))
+    assert worth[0] > 0 if longer == 0 else worth[0] < 0
 
 
 def test_who_says_nothing_tells_no_price() -> None:

@@ -88,19 +88,18 @@ class Accounts:
     def _slept(self, page: Page, slept: list[Held], rows: Callable[[list[Sequence]], list[Row]], guarded: bool) -> None:
         """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps take now.
         What they leave is known at their end: a debt that the later ones pay back is none."""
-        owed, spent, thought, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
+        owed, spent, lost, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
-            beside = self.beside(h.record, _drafting(h.record))
-            took, earned = self._plainly(page, h, beside)
+            took, earned = self._plainly(page, h, self.beside(h.record, _drafting(h.record)))
             owed.append(earned)
             spent += took
-            thought += beside
+            lost += took - earned if h.names else 0.0
         for r, seq in enumerate(slept[0].seqs):
             earned = sum([owe * h.record.emitted[r] for owe, h in zip(owed, slept, strict=True)], 0.0)
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, earned, 1, spent, None)
         if looks and self.tables.drafts >= WARM and page.plain:
-            looked(rows(slept[0].seqs), looks[0], -thought / len(looks) / page.plain, len(looks))
+            looked(rows(slept[0].seqs), looks[0], -lost / len(looks) / page.plain, len(looks))
         every = -(-len(slept) // SETTLED)
         for h, took in list(zip(slept, owed, strict=True))[::every]:
             self._told(page, took, _own(h.record), 0, h)
@@ -119,21 +118,24 @@ class Accounts:
         seqs, record, step, names, chill = held.seqs, held.record, held.step, held.names, self.tables.costs.chill(held.age)
         took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(max(record.drafted), DEEPEST)
         read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
-        beside, own, spent = self.beside(record, drafting), took - drafting - record.seconds.get("jit", 0.0), took - read
-        worth = (read - beside) / page.plain if page.plain else 0.0
+        beside, jit, spent = self.beside(record, drafting), record.seconds.get("jit", 0.0), took - read
+        own = took - drafting - jit
         if not nodes:
             spent, owed = self._plainly(page, held, beside)
             spent -= read
+            gained = owed
         elif step is not None:
             unit = page.plain * page.spread * chill
             bad_case = step.room * unit
             spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * unit)
-            worth += step.expected * min(page.steady, 1.0) - page.seconds[nodes]
+            gained = (
+                step.expected * min(page.steady, 1.0) * page.plain * chill + jit
+            )  # less what it took, which after many plain steps is more than believed
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
         if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
-            looked(rows, names, worth)
+            looked(rows, names, (gained - spent) / page.plain if page.plain else 0.0)
         self._told(page, owed, own, nodes, held)
 
     def _plainly(self, page: Page, held: Held, beside: float) -> tuple[float, float]:

@@ -17,7 +17,9 @@ DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
 WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
-LOST = 4  # times as seldom, where they did not pay in the requests before either
+LOST = 8  # times as seldom, where they did not pay in the requests before either
+BEFORE = 4  # looks that those in the requests before count for
+LATE = 128  # unread tokens that a drafter which has begun, and can tell, reads in passing
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Row:
     owing: dict[str, list[float]] = field(default_factory=dict)
     bias: dict[str, Bias] = field(default_factory=dict)
     worth: float = 0.0
+    looked: int = 0  # so often
     seldom: int = 1  # LOST, or 1
     looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)
     looking: float = 0.0  # seconds that these took to read what is new, in the step under way
@@ -47,7 +50,8 @@ def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1
     """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take SHARE
     of the time."""
     for row in rows:
-        row.worth += (max(worth, -1.0) - row.worth) * min(times / LOOKS, 1.0)
+        row.looked += times
+        row.worth += (max(worth, -1.0) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
         if rest := pause(row.worth, row.seldom):
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
 
@@ -80,7 +84,8 @@ def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]
     if name not in row.looks:
         row.looks[name] = getattr(seq.slots.get(name), "chance", None)
     look = row.looks[name]
-    if look is None or len(seq.tokens) - row.read.get(name, 0) > FAR:
+    read = row.read.get(name, 0)
+    if look is None or len(seq.tokens) - read > (LATE if read else FAR):
         return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)
     start = time.perf_counter()

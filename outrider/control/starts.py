@@ -61,6 +61,8 @@ class Starts:
             return not draft.token and self._unpaid(step, name)
         if self._too_much(step, name, wait, self.ledger.reading(seqs)):
             step.refused = True
+            if not (pays or self._new(name)):
+                self.due[name] = step.number + PROBE  # a try of one that is known can wait
             return _later(step, name, BATCH if seqs[0].records else 0)  # what reading may take is known once the target has read
         saves = self._saves(step, seqs, name) if wait else 0.0
         if pays and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
@@ -145,12 +147,16 @@ class Starts:
     def _try_anyway(self, step: Step, name: str, wait: float) -> bool:
         """Is it time to see whether a drafter that does not seem to pay would?"""
         cost = wait + step.page.drafting[name][PROBED]
-        gift = GIFT if self.tables.next.cells.get(f"{name} ?", [0])[0] < WARM else 0.0
+        gift = GIFT if self._new(name) else 0.0
         if step.number >= self.due[name] and self.explored + cost <= gift + EXPLORE * step.number:
             self.explored += cost
             self.due[name], self.pause[name] = step.number + self.pause[name], min(2 * self.pause[name], int(RARELY * max(cost, 1.0)))
             step.trial = name, cost
         return step.trial is not None
+
+    def _new(self, name: str) -> bool:
+        """Is hardly anything known of a drafter?"""
+        return self.tables.next.cells.get(f"{name} ?", [0])[0] < WARM
 
     def _tilt(self, name: str, draft: Draft) -> float:
         """Drafters that were worth more lately than those that have guessed are believed a little more."""
