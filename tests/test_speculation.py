@@ -73,6 +73,17 @@ def test_a_limit_by_any_name_as_a_keyword_or_in_the_table(rt, name):
     assert asked.limits == want and asked.drafters == {"lookup"}
 
 
+def test_what_every_step_asks_for_is_there(rt):
+    """To ask for an attribute that is not there takes microseconds; and an empty plan that is another object each time is looked up anew."""
+    for controller in (rt.engine.controller, fixed(Plan())):
+        assert hasattr(controller, "asks") and hasattr(controller, "looking")
+    assert all(hasattr(drafter, "saved") for drafter in rt.engine.drafters.values())
+    seq = rt.engine.submit(rt.request([1, 2, 3], max_tokens=8, speculation="off"))
+    while seq.finish_reason is None:
+        rt.engine.step()
+    assert len({id(r.plan) for r in seq.records}) == 1 and rt.engine.jit.last[1] is seq.records[0].plan
+
+
 def test_without_limits_there_are_none(rt):
     assert [rt.request([5], **{k: v}).limits for k, v in (("seed", 1), ("speculation", {}), ("speculation", "auto"))] == [Limits()] * 3
     assert rt.request([5], speculation={"most": 2}).drafters is None

@@ -13,6 +13,7 @@ class Told:
     """A Controller that takes its plans from `say` and grows and verifies all of them."""
 
     asks: ClassVar[bool] = False
+    looking: ClassVar[float] = 0.0  # it looks at nobody: said, for to ask for what is not there takes microseconds in every step
     say: Callable[[list[Sequence]], tuple[Plan, str]]
 
     def __init_subclass__(cls) -> None:

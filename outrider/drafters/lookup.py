@@ -47,6 +47,7 @@ class Lookup:
 
     needs = ("tokens",)
     draws = False
+    saved = 0
 
     def __init__(self, name: str = "lookup", *, least: int = 1, cap: int = 24, floor: float = 0.5) -> None:
         if not (1 <= least <= cap and 0 <= floor <= 1):

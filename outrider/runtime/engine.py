@@ -24,6 +24,7 @@ from outrider.runtime.ending import cut
 from outrider.runtime.native import host
 
 RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
+OFF = Plan()  # the same one each time: what was asked for last is found at once
 SILENCE = RowNoise((), (), ())  # greedy rows ask for no noise
 
 
@@ -116,7 +117,7 @@ class Engine:
     def _step(self, seqs: list[Sequence]) -> None:
         clock = Clock(self.now)
         settings = self._settings(seqs)
-        plan, reason = (Plan(), "off:request") if self.off else self.controller.choose(seqs)
+        plan, reason = (OFF, "off:request") if self.off else self.controller.choose(seqs)
         if self.picky and plan.drafters:
             plan, reason = self._narrowed(seqs, plan, reason)
         noise = SILENCE if settings.all_greedy else _noise(seqs)
