@@ -14,7 +14,7 @@ from written import Weather, adaptive, costs, drive, linear, trace
 from outrider.control import controller as controllers
 from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import GUESSES, LATE, LOST, PATIENCE, RESTS, SHARE, SILENT, UNPAID, Row, awake
-from outrider.control.tables import Tables
+from outrider.control.tables import WARM, Tables
 from outrider.core.types import Draft, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.measure.cost import FAR, Costs
@@ -244,3 +244,13 @@ def test_what_looking_took_is_told_apart() -> None:
     assert len(asleep) > 20 and not any("look" in r.seconds for r in asleep)
     (off,) = run(engine, [replace(request([1, 2, 3], "off", max_tokens=9), drafters=frozenset())])
     assert not any("look" in r.seconds for r in off.records)
+
+
+def test_a_pair_on_which_nothing_pays_is_not_new_for_ever() -> None:
+    """A drafter that is dear and nearly always wrong drafts a few times. Looks at it become rare all the same."""
+    of = trace(8, costs(linear(0.3), {"model": linear(0.6, 0.0)}), {"model": lambda t, d: 0.02}, texts=8, length=300)
+    controller = adaptive(of, drafts=0)
+    each = drive(of, controller, thinks(controller, Weather(of), 0.2))
+    assert controller.tables.drafts < WARM
+    looked = [sum(r.reason != "off:resting" for r in records) for records in each]
+    assert max(looked[-3:]) < 0.3 * looked[0]

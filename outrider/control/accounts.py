@@ -20,6 +20,7 @@ from outrider.measure.cost import DEEPEST
 WEIGHED = ("depth:all", "depth:trimmed")  # reasons of drafts as long as seemed best
 FADED = 0.05  # weight of the latest step in what thinking takes
 LONG, SETTLED = 32, 8  # steps without a thought after which they are settled all the same; most of them that are asked how long steps take now
+MANY = 128  # looks after which a pair is new no longer, however little it drafted
 THOUGHTS = 8  # steps with one that are settled together: what has just run runs several times faster
 
 
@@ -39,7 +40,7 @@ class Held:
 class Accounts:
     """`held`: steps that are not settled yet, the first first; `thoughts`: how many of them were thought about; `unsettled`: seconds that the first `counted`
     of them took beyond what they earned, nearly; `thinking`: seconds of it, in steps in which somebody was asked; `quickest`: seconds before drafting, of a step in
-    which hardly anything was weighed."""
+    which hardly anything was weighed; `looks`: at drafters, so far."""
 
     def __init__(self, tables: Tables, ledger: Ledger) -> None:
         self.tables, self.ledger = tables, ledger
@@ -47,6 +48,7 @@ class Accounts:
         self.whose, self.mixed = tuple[str, ...](), False  # of which requests the last one held is; are others held, too?
         self.thoughts, self.counted, self.unsettled = 0, 0, 0.0
         self.thinking, self.quickest = 0.0, math.inf
+        self.looks = 0
 
     def hold(self, held: Held) -> bool:
         """A step went by that may be settled later. Is it time to?"""
@@ -98,7 +100,7 @@ class Accounts:
             earned = sum([owe * h.record.emitted[r] for owe, h in zip(owed, slept, strict=True)], 0.0)
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, earned, 1, spent, None)
-        if looks and self.tables.drafts >= WARM and page.plain:
+        if looks and self._told_enough(len(looks)) and page.plain:
             looked(rows(slept[0].seqs), looks[0], -lost / len(looks) / page.plain, len(looks))
         every = -(-len(slept) // SETTLED)
         for h, took in list(zip(slept, owed, strict=True))[::every]:
@@ -134,9 +136,14 @@ class Accounts:
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
-        if names and self.tables.drafts >= WARM and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
+        if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain") and self._told_enough(1):
             looked(rows, names, (gained - spent) / page.plain if page.plain else 0.0)
         self._told(page, owed, own, nodes, held)
+
+    def _told_enough(self, looks: int) -> bool:
+        """Is enough known to say what these looks were worth? Of a new pair nothing is; but one on which nothing pays hardly drafts, and is not new for ever."""
+        self.looks += looks
+        return self.tables.drafts >= WARM or self.looks > MANY
 
     def _plainly(self, page: Page, held: Held, beside: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""
