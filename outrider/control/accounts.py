@@ -121,23 +121,20 @@ class Accounts:
         took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(max(record.drafted), DEEPEST)
         read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
         beside, jit, spent = self.beside(record, drafting), record.seconds.get("jit", 0.0), took - read
-        own = took - drafting - jit
+        own, gained = took - drafting - jit, owed
         if not nodes:
             spent, owed = self._plainly(page, held, beside)
-            spent -= read
-            gained = owed
+            spent, gained = spent - read, owed
         elif step is not None:
             unit = page.plain * page.spread * chill
             bad_case = step.room * unit
             spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * unit)
-            gained = (
-                step.expected * min(page.steady, 1.0) * page.plain * chill + jit
-            )  # less what it took, which after many plain steps is more than believed
+            gained = step.expected * min(page.steady, 1.0) * page.plain * chill + jit
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
         if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain") and self._told_enough(1):
-            looked(rows, names, (gained - spent) / page.plain if page.plain else 0.0)
+            looked(rows, names, (gained - spent) / page.plain if page.plain else 0.0)  # by what it took: after many plain steps more than is believed
         self._told(page, owed, own, nodes, held)
 
     def _told_enough(self, looks: int) -> bool:
