@@ -260,7 +260,11 @@ def classes(text: str, monkeypatch) -> dict[str, type]:
     module = types.ModuleType("written")
     monkeypatch.setitem(sys.modules, "written", module)
     exec(compile(text, "written", "exec"), vars(module))
-    return {name: made for name, made in vars(module).items() if dataclasses.is_dataclass(made) and made.__module__ == "written"}
+    return {
+        name: made
+        for name, made in vars(module).items()
+        if isinstance(made, type) and dataclasses.is_dataclass(made) and made.__module__ == "written"
+    }
 
 
 def takes(made: type) -> list[tuple[str, bool]]:

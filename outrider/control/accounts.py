@@ -100,8 +100,8 @@ class Accounts:
             earned = sum([owe * h.record.emitted[r] for owe, h in zip(owed, slept, strict=True)], 0.0)
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, earned, 1, spent, None)
-        if looks and self._told_enough(len(looks)) and page.plain:
-            looked(rows(slept[0].seqs), looks[0], -lost / len(looks) / page.plain, len(looks))
+        if looks:
+            self._looked(page, rows(slept[0].seqs), looks[0], -lost, len(looks))
         every = -(-len(slept) // SETTLED)
         for h, took in list(zip(slept, owed, strict=True))[::every]:
             self._told(page, took, _own(h.record), 0, h)
@@ -133,14 +133,15 @@ class Accounts:
         for seq, tokens in zip(seqs, record.emitted, strict=True):
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
-        if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain") and self._told_enough(1):
-            looked(rows, names, (gained - spent) / page.plain if page.plain else 0.0)  # by what it took: after many plain steps more than is believed
+        if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
+            self._looked(page, rows, names, gained - spent, 1)  # by what it took: after many plain steps more than is believed
         self._told(page, owed, own, nodes, held)
 
-    def _told_enough(self, looks: int) -> bool:
-        """Is enough known to say what these looks were worth? Of a new pair nothing is; but one on which nothing pays hardly drafts, and is not new for ever."""
-        self.looks += looks
-        return self.tables.drafts >= WARM or self.looks > MANY
+    def _looked(self, page: Page, rows: list[Row], names: tuple[str, ...], gained: float, times: int) -> None:
+        """`times` looks gained so many seconds. Of a new pair that says nothing yet; but one on which nothing pays hardly drafts, and is not new for ever."""
+        self.looks += times
+        if page.plain and (self.tables.drafts >= WARM or self.looks > MANY):
+            looked(rows, names, gained / times / page.plain, times)
 
     def _plainly(self, page: Page, held: Held, beside: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""

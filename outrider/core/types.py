@@ -192,6 +192,9 @@ class Plan:
             raise OutriderError(f"the plan {names} names a drafter twice", "its second guesses would not be fresh", "a larger width")
 
 
+OFF = Plan()  # plain decoding; one for all, so that what was asked for last is found at once
+
+
 @dataclass(frozen=True, slots=True)
 class Can:
     """What a model declares it can do."""

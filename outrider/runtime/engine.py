@@ -18,13 +18,12 @@ from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, top_logprobs
 from outrider.core.sockets import Controller, Drafter, Model
-from outrider.core.types import TARGET, Draft, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
+from outrider.core.types import OFF, TARGET, Draft, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
 from outrider.runtime.ending import cut
 from outrider.runtime.native import host
 
 RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
-OFF = Plan()  # the same one each time: what was asked for last is found at once
 SILENCE = RowNoise((), (), ())  # greedy rows ask for no noise
 
 
