@@ -1,6 +1,7 @@
 """What only a CUDA device can show: the same contracts there, and noise that is the same on both devices."""
 
 import functools
+import itertools
 from collections import Counter
 from contextlib import contextmanager
 
@@ -19,14 +20,24 @@ from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure.device import DeviceMeter, waits
+from outrider.models import joined
+from outrider.models.graphed import Graphs
 from outrider.models.load import wrap
+from outrider.models.spread import spread_attention
+from outrider.models.step import grouped_attention
 from outrider.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 
 
 def on_gpu(name: str, label: str, noise: float = 0.0, dtype: torch.dtype = torch.float32):
     return wrap(zoo.module(name, dtype=dtype, noise=noise).cuda(), label, "zoo", context=200, chunk=4)
+
+
+def recompute(model, tokens):
+    with torch.inference_mode():
+        return model.module(input_ids=torch.tensor([tokens]).cuda(), use_cache=False).logits[0, -1]
 
 
 @pytest.mark.parametrize("name", zoo.CLASSES)
@@ -34,11 +45,7 @@ def test_contract_on_the_gpu(name):
     torch.backends.cuda.matmul.allow_tf32 = False
     model = on_gpu(name, "target")
 
-    def recompute(tokens):
-        with torch.inference_mode():
-            return model.module(input_ids=torch.tensor([tokens]).cuda(), use_cache=False).logits[0, -1]
-
-    check_scores(model, recompute, np.random.default_rng(1), zoo.VOCAB, 2e-3)
+    check_scores(model, functools.partial(recompute, model), np.random.default_rng(1), zoo.VOCAB, 2e-3)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "rule": "coupled"}], ids=["greedy", "coupled"])
@@ -50,6 +57,27 @@ def test_speculative_text_is_plain_text_on_the_gpu(sampling):
     assert [s.generated for s in run(Engine(target, drafters, fixed(plan), 3), asked)] == plain(target, asked)
 
 
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_of_spread_slots_is_attention_on_the_gpu(dtype, width):
+    query, key, value = (torch.randn(1, heads, n, 64, device=DEVICE, dtype=dtype) for heads, n in ((6, width), (2, 4105), (2, 4105)))
+    for slots, upto in itertools.product((1024, 4099), (9, 700, 1000)):
+        hidden = torch.arange(slots, device=DEVICE) >= torch.arange(upto, upto + width, device=DEVICE)[:, None]
+        mask = torch.zeros(1, 1, width, slots, dtype=dtype, device=DEVICE).masked_fill(hidden, torch.finfo(dtype).min)
+        got, want = (attend(None, query, key[:, :, :slots], value[:, :, :slots], mask)[0] for attend in (spread_attention, grouped_attention))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_layers_that_share_their_code_give_what_eager_steps_give(name, monkeypatch):
+    monkeypatch.setattr(joined, "DEEP", 1)
+    model = on_gpu(name, "target")
+    model.compiled = Graphs(model.step)
+    model.compiled.wait()
+    assert list(model.compiled.better) == ["joined", "spread"] and model.compiled.graphs
+    check_scores(model, functools.partial(recompute, model), np.random.default_rng(1), zoo.VOCAB, 2e-3)
+
+
 def test_noise_is_a_function_of_its_address_on_both_devices():
     key = address(np.arange(5), np.arange(5))
     here, there = (gumbel(key, 1000, torch.device(d), torch.float32) for d in ("cpu", "cuda"))
@@ -57,8 +85,6 @@ def test_noise_is_a_function_of_its_address_on_both_devices():
 
 
 # --- the reference pair by CUDA graphs
-
-DEVICE = "cuda"
 
 
 @functools.cache  # joining kernels takes a minute
@@ -100,7 +126,7 @@ def test_graphs_write_what_eager_steps_write():
         assert texts(rt, speculation="off") == want and texts(rt) == want
     target = rt.engine.target
     assert target.compiled.graphs and target.compiled.reason == "eager:first-use", target.compiled.reason
-    assert target.compiled.joined is not None, "its kernels stand apart"
+    assert "joined" in target.compiled.better, "its kernels stand apart"
     assert target.meter.tier == "compiled"
 
 

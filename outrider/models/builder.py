@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.core.cache import step_back
 from outrider.core.errors import OutriderError
@@ -18,7 +17,7 @@ from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
 from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, Recipe, example
 from outrider.models.package import INDEPENDENT, complete
-from outrider.models.step import ATTENTION, Prefill, Step, grouped_attention
+from outrider.models.step import Prefill, Step, attending, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
 BESIDE, IN_CODE = {INSIDE: False, APART: "pickle_weights"}, {INSIDE: True, APART: None}  # weights beside the code can be shared
@@ -56,17 +55,14 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
     count, width = EXAMPLE[shape]
     rows = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in step.store.rows(0, 1)]
     inputs = (example(count, width, len(step.windows)), torch.arange(max(128, width)), rows)
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), attending(attend):
             program = torch.export.export(
                 Prefill(step) if shape == PREFILL else step, inputs, dynamic_shapes=_symbols(shape, len(rows)), strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )  # fmt: skip
     except Exception as broken:
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
     if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
         note = note | INDEPENDENT
     with torch.no_grad():

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from outrider.core.types import MAX_NODES
 from outrider.models.compiled import example
-from outrider.models.joined import Form, join, worth_joining
+from outrider.models.joined import Form, apart, join
+from outrider.models.spread import spread
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
@@ -54,29 +55,29 @@ class Graphs:
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.numbers: Tensor | None = None
         self.pool: Any = None  # of memory that all graphs share, since they run in turn
-        self.joined: Form | None = None
+        self.better: dict[str, Form] = {"spread": spread(step)}  # what graphs of one row are made of before the step itself, the best first
 
     def get(self, rows: int, width: int) -> "Graphs | None":
         """Itself, for widths that have a bucket, unless a capture failed."""
         return self if width <= MAX_NODES and self.reason == "eager:first-use" else None
 
     def settle(self) -> None:
-        """Every shape is its own bucket already; but sums of joined kernels hang on how many slots are read."""
-        if self.joined is not None:
-            self.joined = None
+        """Every shape is its own bucket already; but sums of joined kernels, and of spread slots, hang on how many slots are read."""
+        if self.better:
+            self.better = {}
             self.graphs.clear()
 
     @torch.inference_mode()
     def wait(self, strict: bool = False) -> None:
         """Captures all that the first row will use when it steps alone, the largest first. `strict`: of the step's own kernels."""
         rows = self.step.store.rows(0, 1)
-        if not worth_joining(self.step):
-            log.info("a step of so many weights or layers keeps its own kernels: joining them would take long and bring little")
-        elif not strict and not self.graphs:
+        if strict:
+            self.settle()
+        elif not self.graphs:
             try:
-                self.joined = join(self.step, rows)
+                self.better = {"joined": join(self.step, apart(rows))} | self.better
             except Exception as failed:  # export and Inductor have many kinds
-                self._apart(failed)
+                self._without("joined", failed)
         capacity, seen = rows[0].shape[2], [x[:, :, :READ] for x in rows]
         before = [x.clone() for x in seen]
         for x in seen:
@@ -131,7 +132,7 @@ class Graphs:
         try:
             static = table.to(rows[0].device, copy=True)
             want = self.step(static, read, rows)[0].clone()  # also warms up what allocates at first use
-            made = self._joined_graph(self.joined, static, read, rows, want) if self.joined is not None and len(table) == 1 else None
+            made = self._better(static, read, rows, want) if len(table) == 1 else None
             made = made or self._graph(self.step, static, read, rows, want)
         except RuntimeError as failed:
             self.reason = "eager:capture-failed"
@@ -152,19 +153,21 @@ class Graphs:
             raise RuntimeError("the graph's logits differ from the eager step's")
         return Graph(graph, table, out, run)
 
-    def _joined_graph(self, run: Form, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Graph | None:
-        """The same of joined kernels; None, and none from now on, where these do not serve."""
-        try:
-            run(table, read, rows)  # code is made outside of the capture
-            return self._graph(run, table, read, rows, want)
-        except Exception as failed:  # Inductor's and Triton's have many kinds
-            self._apart(failed)
-            return None
+    def _better(self, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Graph | None:
+        """The graph of a better form than the step; None, and that form never again, where none serves."""
+        rows = apart(rows)
+        for name, run in list(self.better.items()):
+            try:
+                run(table, read, rows)  # code is made outside of the capture
+                return self._graph(run, table, read, rows, want)
+            except Exception as failed:  # Inductor's and Triton's have many kinds
+                self._without(name, failed)
+        return None
 
-    def _apart(self, why: Exception) -> None:
-        """From now on graphs are of the step's own kernels."""
-        self.joined = None
-        log.warning("the kernels of a step could not be joined, and its CUDA graphs are slower for it: %s", (str(why) or repr(why)).split("\n")[0])
+    def _without(self, name: str, why: Exception) -> None:
+        """From now on graphs are of other kernels."""
+        self.better.pop(name, None)
+        log.warning("the kernels of a step could not be %s, and its CUDA graphs are slower for it: %s", name, (str(why) or repr(why)).split("\n")[0])
 
 
 def trial(step: Step, capacity: int, width: int) -> Tensor:

@@ -6,16 +6,18 @@ in torch's fused kernels (eight columns over 2,048 slots: 0.54 ms a step in plac
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch.utils.dlpack import from_dlpack
 
 from outrider.core.types import MAX_NODES
 from outrider.models.compiled import example
-from outrider.models.step import ATTENTION, Step, grouped_attention
+from outrider.models.layers import decoder_layers
+from outrider.models.step import Step, attending, grouped_attention
 
 ANY = 8  # columns of the example of any number
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}  # how the form of one column is made
@@ -30,22 +32,69 @@ Form = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 def join(step: Step, rows: list[Tensor]) -> Form:
     """Called as the step is, with one row. Code is made at first calls, which takes seconds to a minute.
 
-    Raises whatever torch.export or Inductor raise, now or then.
+    Raises whatever torch.export, Dynamo or Inductor raise, now or then.
     """
+    large = sum([weight.nbytes for weight in step.parameters()]) > LARGE or len(step.store.layers) > DEEP
+    return _layered(step) if large else _whole(step, rows)
+
+
+def _whole(step: Step, rows: list[Tensor]) -> Form:
     forms = {one: torch.compile(_exported(step, 1 if one else ANY, rows), dynamic=True, options=TUNED if one else None) for one in (True, False)}
 
     def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        with torch._dynamo.config.patch(recompile_limit=CODES, fail_on_recompile_limit_hit=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what Inductor would advise its own developers
+        with _quiet():
             out: tuple[Tensor, Tensor] = forms[table.shape[1] == 1](table, read, rows)
         return out
 
     return run
 
 
-def worth_joining(step: Step) -> bool:
-    """Do its kernels wait for one another more than for memory, and are they made in bearable time?"""
-    return sum([weight.nbytes for weight in step.parameters()]) <= LARGE and len(step.store.layers) <= DEEP
+def _layered(step: Step) -> Form:
+    """Layers of one class share their code; what lies around them stays as it is."""
+    owner, name = decoder_layers(step.module)
+    stack: list[Any] = list(getattr(owner, name))
+    kinds = list[Any]({type(layer) for layer in stack})
+    how: dict[str, Any] = {"dynamic": True, "fullgraph": True}
+    forms = {
+        (one, kind): torch.compile(kind.forward, options=TUNED if one else None, **how) for one in (True, False) for kind in set(map(type, stack))
+    }
+
+    def placed(layer: Any, held: Any, one: bool) -> Callable[..., Any]:
+        def forward(*given: Any, **named: Any) -> Any:
+            held.aim.lines(*held.rows[0].shape[1:3])  # numbers that layers share are made outside of their code
+            return forms[one, type(layer)](layer, *given, **named | {"past_key_values": held})
+
+        return forward
+
+    def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        for layer, held in zip(stack, step.store.layers, strict=True):
+            layer.forward = placed(layer, held, table.shape[1] == 1)
+        try:
+            with _quiet(), attending(two_products):
+                out: tuple[Tensor, Tensor] = step(table, read, rows)
+        finally:
+            for layer in stack:
+                del layer.forward
+        return out
+
+    return run
+
+
+def apart(rows: list[Tensor]) -> list[Tensor]:
+    """The same memory, as tensors that know nothing of one another: of views of one block that are written to, AOTAutograd makes one tensor, and fails."""
+    return [from_dlpack(x) for x in rows]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    limits = {
+        "recompile_limit": CODES,
+        "fail_on_recompile_limit_hit": True,
+        "allow_unspec_int_on_nn_module": True,
+    }  # a layer's number is no code of its own
+    with torch._dynamo.config.patch(limits), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what Inductor would advise its own developers
+        yield
 
 
 def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
@@ -54,12 +103,8 @@ def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
     inputs = example(1, width, len(step.windows)).to(device), torch.arange(min(128, slots - 1), device=device), rows
     dim = torch.export.Dim
     shapes: Any = ({} if width == 1 else {1: dim("w", min=2, max=MAX_NODES)}, {0: dim("c", min=2, max=slots - 1)}, [{}] * len(rows))
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, two_products)
-    try:
-        with torch.no_grad():
-            program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
+    with torch.no_grad(), attending(two_products):
+        program = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
     made: nn.Module = program.module(check_guards=False)
     return made
 

@@ -5,6 +5,8 @@ nothing of sequences; `kv.Block` says what the numbers mean.
 """
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,16 @@ def grouped_attention(
     mask = attention_mask if share == 1 else attention_mask.repeat(1, 1, share, 1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     return out.clone(memory_format=torch.contiguous_format).view(b, h, w, -1).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def attending(function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Another attention in the place of `grouped_attention`, in the whole process, as long as this lasts: for who exports, compiles or captures a step."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, function)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
