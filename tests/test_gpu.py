@@ -1,7 +1,6 @@
 """What only a CUDA device can show: the same contracts there, and noise that is the same on both devices."""
 
 import functools
-import itertools
 from collections import Counter
 from contextlib import contextmanager
 
@@ -23,8 +22,6 @@ from outrider.measure.device import DeviceMeter, waits
 from outrider.models import joined
 from outrider.models.graphed import Graphs
 from outrider.models.load import wrap
-from outrider.models.spread import spread_attention
-from outrider.models.step import grouped_attention
 from outrider.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
@@ -57,25 +54,15 @@ def test_speculative_text_is_plain_text_on_the_gpu(sampling):
     assert [s.generated for s in run(Engine(target, drafters, fixed(plan), 3), asked)] == plain(target, asked)
 
 
-@pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_of_spread_slots_is_attention_on_the_gpu(dtype, width):
-    query, key, value = (torch.randn(1, heads, n, 64, device=DEVICE, dtype=dtype) for heads, n in ((6, width), (2, 4105), (2, 4105)))
-    for slots, upto in itertools.product((1024, 4099), (9, 700, 1000)):
-        hidden = torch.arange(slots, device=DEVICE) >= torch.arange(upto, upto + width, device=DEVICE)[:, None]
-        mask = torch.zeros(1, 1, width, slots, dtype=dtype, device=DEVICE).masked_fill(hidden, torch.finfo(dtype).min)
-        got, want = (attend(None, query, key[:, :, :slots], value[:, :, :slots], mask)[0] for attend in (spread_attention, grouped_attention))
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_layers_that_share_their_code_give_what_eager_steps_give(name, monkeypatch):
-    monkeypatch.setattr(joined, "DEEP", 1)
-    model = on_gpu(name, "target")
+def test_attention_over_many_slots_is_two_products(monkeypatch):
+    """Of the step's own kernels, without waiting for others; and texts are those of eager steps."""
+    monkeypatch.setattr(joined, "LONG", 1)
+    eager, model = (on_gpu("llama", "target") for _ in range(2))
     model.compiled = Graphs(model.step)
-    model.compiled.wait()
-    assert list(model.compiled.better) == ["joined", "spread"] and model.compiled.graphs
-    check_scores(model, functools.partial(recompute, model), np.random.default_rng(1), zoo.VOCAB, 2e-3)
+    asked = [request([3, 1, 4, 1, 5], "g", max_tokens=60)]
+    engine = Engine(model, {"lookup": Lookup(floor=0.0)}, fixed(Plan((("lookup", 3, 1),))), 1)
+    assert [s.generated for s in run(engine, asked)] == plain(eager, asked)
+    assert list(model.compiled.better) == ["multiplied"] and model.compiled.graphs
 
 
 def test_noise_is_a_function_of_its_address_on_both_devices():

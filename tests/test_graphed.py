@@ -4,7 +4,8 @@ A graph is played by what runs the captured step again (`Again`).
 """
 
 import itertools
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from outrider.core import tree
 from outrider.core.types import Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
-from outrider.models import graphed, joined, spread
+from outrider.models import graphed, joined
 from outrider.models.compiled import example
+from outrider.models.joined import two_products
 from outrider.models.load import wrap
 from outrider.models.step import grouped_attention
 from outrider.runtime.engine import Engine
@@ -42,8 +44,12 @@ class Again:
 def graphs(monkeypatch):
     """`Graphs` on this machine. Call it with a model to serve its steps so."""
 
+    pools: dict[object, weakref.WeakSet] = {}
+
     @contextmanager
     def capture(graph, pool=None):
+        assert pool not in pools or len(pools[pool]), "memory goes with the last graph that it was of"
+        pools.setdefault(pool, weakref.WeakSet()).add(graph)
         Again.recording = graph
         yield
         Again.recording = None
@@ -64,7 +70,7 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Again)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1), raising=False)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object, raising=False)
     monkeypatch.setattr(graphed, "join", lambda step, rows: step)
     return serve
 
@@ -157,13 +163,16 @@ class Joins:
         return self.step(table, read, rows)
 
 
-@pytest.mark.parametrize("how", ["serves", "strict", "not exported", "no code", "not captured", "sees all"])
+@pytest.mark.parametrize("how", ["serves", "strict", "large", "deep", "not exported", "no code", "not captured", "sees all"])
 def test_graphs_are_of_joined_kernels_where_these_serve(how, graphs, monkeypatch, caplog):
     """Where they do not, of the step's own, and the user is told once."""
     monkeypatch.setattr(graphed, "join", joins := Joins(how))
     model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=300))
+    if how in ("large", "deep"):
+        most = sum(p.nbytes for p in model.module.parameters()) if how == "large" else model.spec.layers
+        monkeypatch.setattr(joined, how.upper(), most - 1)
     model.compiled.wait(strict=how == "strict")
-    held, asked = len(model.compiled.graphs), how != "strict"
+    held, asked = len(model.compiled.graphs), how not in ("strict", "large", "deep")
     assert held == len(graphed.WIDTHS) * len(graphed.sizes(365)) and joins.made == asked
     assert len(joins.widths) == {"serves": 2 * held, "no code": 1, "not captured": 2, "sees all": 2}.get(how, 0)
     assert all((graph.run == joins.run) == (how == "serves") for graph in model.compiled.graphs.values())
@@ -217,35 +226,34 @@ def test_attention_of_two_products_is_attention(dtype, most):
     assert bool(joined.two_products(None, 100 * query, 100 * key, value, mask)[0].isfinite().all())
 
 
-@pytest.mark.parametrize("how", ["LARGE", "DEEP"])
-def test_large_and_deep_models_are_joined_layer_by_layer(how, monkeypatch):
-    model = wrap(zoo.module("llama"), "target", "zoo", context=300)
-    monkeypatch.setattr(joined, "_whole", lambda step, rows: "whole")
-    monkeypatch.setattr(joined, "_layered", lambda step: "layered")
-    size = {"LARGE": sum(p.nbytes for p in model.module.parameters()), "DEEP": model.spec.layers}[how]
-    for most, want in ((size, "whole"), (size - 1, "layered")):
-        monkeypatch.setattr(joined, how, most)
-        assert joined.join(model.step, []) == want
-
-
-def test_layers_share_one_code_and_are_left_as_they_were(monkeypatch):
-    """Compiled without Inductor: one graph for all of four layers, and no more for other numbers of columns or slots."""
-    made = []
-
-    def compile(forward, **how):
-        return torch._dynamo.optimize(lambda graph, _: made.append(1) or graph.forward, nopython=True, dynamic=True)(forward)
-
-    monkeypatch.setattr(joined.torch, "compile", compile)
-    model = wrap(zoo.module("llama").requires_grad_(False), "target", "zoo", context=600)
-    run, rows = joined._layered(model.step), joined.apart(model.store.rows(0, 1))
+@pytest.mark.parametrize("slots", [512, 1024, 1100])
+def test_attention_over_many_slots_is_two_products(slots, monkeypatch):
+    called, model = [], wrap(zoo.module("llama").requires_grad_(False), "target", "zoo", context=1100)
+    monkeypatch.setattr(joined, "two_products", lambda *given, **named: called.append(1) or two_products(*given, **named))
+    rows, table = model.store.rows(0, 1), graphed.trial(model.step, model.store.capacity, 8)
     with torch.inference_mode():
         for x in rows:
             x.normal_()
-        for slots, width in itertools.product((256, 512, 664), (4, 8, 32)):
-            table = graphed.trial(model.step, model.store.capacity, width)
-            want, got = (form(table, torch.arange(slots), rows)[0] for form in (model.step, run))
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    assert 0 < len(made) <= 2 < model.spec.layers and not any("forward" in vars(layer) for layer in model.module.model.layers)
+        got, want = (run(table, torch.arange(slots), rows)[0] for run in (joined.multiplied(model.step), model.step))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert len(called) == (model.spec.layers if slots >= 1024 else 0)
+
+
+def test_one_wrong_column_is_seen(graphs, monkeypatch):
+    """Of as many as there are; what rounding does to a few logits is not taken for it."""
+    model = graphs(wrap(zoo.module("llama").requires_grad_(False), "target", "zoo", context=300))
+    model.compiled.wait(strict=True)
+    rows, table = model.store.rows(0, 1), graphed.trial(model.step, model.store.capacity, 64)
+    with torch.inference_mode():
+        for x in rows:
+            x[:, :, :256].normal_()
+        want = model.step(table, torch.arange(256), rows)[0]
+        for column, noise, seen in ((None, 0.1, False), (40, 0.0, True)):
+            given = want + noise * want.std() * torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+            if column is not None:
+                given[:, column] = want[:, column].roll(1, -1)
+            with pytest.raises(RuntimeError, match="differ") if seen else nullcontext():
+                model.compiled._graph(model.compiled.step, table, torch.arange(256), rows, given)
 
 
 def test_views_of_one_block_are_written_as_tensors_apart():
@@ -258,25 +266,10 @@ def test_views_of_one_block_are_written_as_tensors_apart():
     assert all(bool((x == n).all()) for n, x in enumerate(rows))
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("slots", [1024, 1500, 4099])
-def test_attention_of_spread_slots_is_attention(dtype, most, slots):
-    """Of parts that are seen whole, in part and not at all, and where the last is shorter."""
-    made = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, n, 64, generator=made).to(dtype) for heads, n in ((6, 5), (2, slots + 7), (2, slots + 7)))
-    for upto in (9, 700, slots - 5):
-        hidden = torch.arange(slots) >= torch.arange(upto, upto + 5)[:, None]
-        mask = torch.zeros(1, 1, 5, slots, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
-        got, want = (attend(None, query, key[:, :, :slots], value[:, :, :slots], mask)[0] for attend in (spread.spread_attention, grouped_attention))
-        torch.testing.assert_close(got, want, rtol=0, atol=most)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("deep", [24, 1], ids=["whole", "layered"])
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "float32")])
-def test_joined_kernels_give_what_the_step_gives(name, dtype, deep, monkeypatch):
+def test_joined_kernels_give_what_the_step_gives(name, dtype):
     """By Inductor for this machine, in a row of the cache itself, at every width and number of slots that graphs have; chains of nodes, and of a text."""
-    monkeypatch.setattr(joined, "DEEP", deep)
     model = wrap(zoo.module(name).to(getattr(torch, dtype)), "target", "zoo", context=600)
     rows, most = joined.apart(model.store.rows(0, 1)), 1e-5 if dtype == "float32" else 0.05
     with torch.inference_mode():

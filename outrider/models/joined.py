@@ -2,12 +2,12 @@
 
 What CUDA graphs are captured of (`graphed`), for rows that step alone. Two forms, as packages have: of one column, whose products are sums that
 read weights at the memory's rate, and of any number of columns. Attention is two products: the few queries of one row keep few of the processors busy
-in torch's fused kernels (eight columns over 2,048 slots: 0.54 ms a step in place of 0.67). Its sums hang on how many slots are read, so strict steps are not made of these.
+in torch's fused kernels (eight columns over 2,048 slots: 0.54 ms a step in place of 0.67; an 8B shape over 8,272: 7.6 in place of 12.0, its own kernels otherwise).
+Its sums hang on how many slots are read, so strict steps are not made of these.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch.utils.dlpack import from_dlpack
 
 from outrider.core.types import MAX_NODES
 from outrider.models.compiled import example
-from outrider.models.layers import decoder_layers
 from outrider.models.step import Step, attending, grouped_attention
 
 ANY = 8  # columns of the example of any number
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}  # how the form of one column is made
+LONG = 1024  # slots read from which on two products are quicker than a fused kernel where each kernel stands alone
 CODES = 64  # that Inductor may make of a form: sizes that divide well get code of their own
 # Bytes of weights and layers beyond which kernels are not joined: large ones wait for memory more than for one another, and the time that
 # making takes goes with the layers (eight: one to two minutes; 32 were not done in three).
@@ -32,69 +32,38 @@ Form = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, Tensor]]
 def join(step: Step, rows: list[Tensor]) -> Form:
     """Called as the step is, with one row. Code is made at first calls, which takes seconds to a minute.
 
-    Raises whatever torch.export, Dynamo or Inductor raise, now or then.
+    Raises whatever torch.export or Inductor raise, now or then.
     """
-    large = sum([weight.nbytes for weight in step.parameters()]) > LARGE or len(step.store.layers) > DEEP
-    return _layered(step) if large else _whole(step, rows)
-
-
-def _whole(step: Step, rows: list[Tensor]) -> Form:
     forms = {one: torch.compile(_exported(step, 1 if one else ANY, rows), dynamic=True, options=TUNED if one else None) for one in (True, False)}
 
     def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        with _quiet():
+        with torch._dynamo.config.patch(recompile_limit=CODES, fail_on_recompile_limit_hit=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what Inductor would advise its own developers
             out: tuple[Tensor, Tensor] = forms[table.shape[1] == 1](table, read, rows)
         return out
 
     return run
 
 
-def _layered(step: Step) -> Form:
-    """Layers of one class share their code; what lies around them stays as it is."""
-    owner, name = decoder_layers(step.module)
-    stack: list[Any] = list(getattr(owner, name))
-    kinds = list[Any]({type(layer) for layer in stack})
-    how: dict[str, Any] = {"dynamic": True, "fullgraph": True}
-    forms = {
-        (one, kind): torch.compile(kind.forward, options=TUNED if one else None, **how) for one in (True, False) for kind in set(map(type, stack))
-    }
+def apart(rows: list[Tensor]) -> list[Tensor]:
+    """The same memory, as tensors that know nothing of one another: of views of one block that are written to AOTAutograd would make one tensor, and fails."""
+    return [from_dlpack(x) for x in rows]
 
-    def placed(layer: Any, held: Any, one: bool) -> Callable[..., Any]:
-        def forward(*given: Any, **named: Any) -> Any:
-            held.aim.lines(*held.rows[0].shape[1:3])  # numbers that layers share are made outside of their code
-            return forms[one, type(layer)](layer, *given, **named | {"past_key_values": held})
 
-        return forward
+def multiplied(step: Step) -> Form:
+    """The step's own kernels, but attention over many slots as two products."""
 
     def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        for layer, held in zip(stack, step.store.layers, strict=True):
-            layer.forward = placed(layer, held, table.shape[1] == 1)
-        try:
-            with _quiet(), attending(two_products):
-                out: tuple[Tensor, Tensor] = step(table, read, rows)
-        finally:
-            for layer in stack:
-                del layer.forward
+        with attending(two_products if len(read) >= LONG else grouped_attention):
+            out: tuple[Tensor, Tensor] = step(table, read, rows)
         return out
 
     return run
 
 
-def apart(rows: list[Tensor]) -> list[Tensor]:
-    """The same memory, as tensors that know nothing of one another: of views of one block that are written to, AOTAutograd makes one tensor, and fails."""
-    return [from_dlpack(x) for x in rows]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    limits = {
-        "recompile_limit": CODES,
-        "fail_on_recompile_limit_hit": True,
-        "allow_unspec_int_on_nn_module": True,
-    }  # a layer's number is no code of its own
-    with torch._dynamo.config.patch(limits), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Inductor would advise its own developers
-        yield
+def worth_joining(step: Step) -> bool:
+    """Do its kernels wait for one another more than for memory, and are they made in bearable time?"""
+    return sum([weight.nbytes for weight in step.parameters()]) <= LARGE and len(step.store.layers) <= DEEP
 
 
 def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
