@@ -179,6 +179,14 @@ class RowNoise:
             return None
         return races.won(address, size, vocab, warmth, NEAR, int(self.seed[row]), int(self.length[row]) + depth, POSITION)
 
+    def walked(
+        self, address: int, size: int, vocab: int, warmth: float, places: int, at: list[int] | None, parents: list[int], tokens: list[int]
+    ) -> tuple[list[int], int] | None:
+        """All such races of one row, down a tree, in machine code: see races.pyi. None: there is none."""
+        if races is None:
+            return None
+        return races.walked(address, size, vocab, warmth, NEAR, places, at, parents, tokens, int(self.seed[0]), int(self.length[0]), POSITION)
+
     def contenders(
         self, x: NDArray[Any], row: int, depth: int, among: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -1,5 +1,5 @@
 /* A step's numbers, read and written where they lie: what a forward over a text's end and the nodes below it is told (`laid`, `chained`, as `kv.Rows` says), the tokens that it found
-itself (`decided`), where the accepted ones' keys go (`moved`), and who wins the race over the logits of one place (`won`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
+itself (`decided`), where the accepted ones' keys go (`moved`), who wins the race over the logits of one place (`won`), and how far down a tree the winners are its nodes (`walked`): what `sampling.line` and `noise.RowNoise.won` do, in one pass and without arrays.
 
 Of races the same law, operation by operation: logits less the largest, over the temperature, in float32; 52 bits of noise for each id, by SplitMix64's
 finaliser; the noise is -log(-log(1 - w)). Exact numbers only for ids whose bound comes near the first. Settings that look at a text or leave ids
@@ -205,6 +205,67 @@ static PyObject *won(PyObject *self, PyObject *const *given, Py_ssize_t count)
     return Py_BuildValue("ld", out.token, out.share);
 }
 
+/* walked(address, size, vocab, warmth, near, places, at, parents, tokens, seed, length, purpose): see races.pyi */
+static PyObject *walked(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    Race r = {.key = 0};
+    Won out;
+    const char *first = count == 12 ? PyLong_AsVoidPtr(given[0]) : NULL;
+    PyObject *path, *node;
+    long places, index = 0;
+    uint64_t seed, length, purpose;
+    if (count != 12 || !(given[6] == Py_None || PyList_Check(given[6])) || !PyList_Check(given[7]) || !PyList_Check(given[8])) {
+        PyErr_SetString(PyExc_TypeError, "walked takes an address, three sizes and two numbers, a list or None, two lists, and three words");
+        return NULL;
+    }
+    r.bytes = (int)PyLong_AsLong(given[1]);
+    r.vocab = PyLong_AsLong(given[2]);
+    r.warmth = PyFloat_AsDouble(given[3]);
+    r.near = PyFloat_AsDouble(given[4]);
+    places = PyLong_AsLong(given[5]);
+    seed = PyLong_AsUnsignedLongLongMask(given[9]);
+    length = PyLong_AsUnsignedLongLongMask(given[10]);
+    purpose = PyLong_AsUnsignedLongLongMask(given[11]);
+    count = PyList_GET_SIZE(given[7]);
+    if (PyErr_Occurred() || PyList_GET_SIZE(given[8]) != count || (path = PyList_New(0)) == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_IndexError, "nodes have a parent and a token each");
+        return NULL;
+    }
+    for (;;) { /* index: of a place, 0 of the text's end, n + 1 of node n */
+        long line = given[6] == Py_None ? index : index < PyList_GET_SIZE(given[6]) ? PyLong_AsLong(PyList_GET_ITEM(given[6], index)) : -1, child = index;
+        if (line < 0 || line >= places) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_IndexError, "no such place");
+            goto failed;
+        }
+        r.raw = first + line * r.vocab * r.bytes;
+        r.key = mix(GOLDEN ^ mix(seed + GOLDEN));
+        r.key = mix((r.key + GOLDEN) ^ mix(++length + GOLDEN));
+        r.key = mix((r.key + GOLDEN) ^ mix(purpose + GOLDEN));
+        out = r.bytes == 2 ? won_of_2(r) : r.bytes == 4 ? won_of_4(r) : won_of_8(r);
+        if (out.token < 0)
+            break;
+        while (child < count && (PyLong_AsLong(PyList_GET_ITEM(given[7], child)) != (index ? index - 1 : -1) || PyLong_AsLong(PyList_GET_ITEM(given[8], child)) != out.token))
+            ++child;
+        if (PyErr_Occurred())
+            goto failed;
+        if (child >= count)
+            break;
+        node = PyLong_FromLong(child);
+        if (node == NULL || PyList_Append(path, node) < 0) {
+            Py_XDECREF(node);
+            goto failed;
+        }
+        Py_DECREF(node);
+        index = child + 1;
+    }
+    return Py_BuildValue("Nl", path, out.token);
+failed:
+    Py_DECREF(path);
+    return NULL;
+}
+
 /* decided(address, places, at): see races.pyi */
 static PyObject *decided(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
@@ -358,6 +419,7 @@ static PyMethodDef methods[] = {{"moved", (PyCFunction)(void (*)(void))moved, ME
                                 {"chained", (PyCFunction)(void (*)(void))chained, METH_FASTCALL, NULL},
                                 {"laid", (PyCFunction)(void (*)(void))laid, METH_FASTCALL, NULL},
                                 {"decided", (PyCFunction)(void (*)(void))decided, METH_FASTCALL, NULL},
+                                {"walked", (PyCFunction)(void (*)(void))walked, METH_FASTCALL, NULL},
                                 {"won", (PyCFunction)(void (*)(void))won, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "races", NULL, -1, methods, NULL, NULL, NULL, NULL};
 PyMODINIT_FUNC PyInit_races(void) { return PyModule_Create(&module); }

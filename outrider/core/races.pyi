@@ -18,3 +18,11 @@ def decided(address: int, places: int, at: list[int] | None, /) -> tuple[list[in
 def won(address: int, size: int, vocab: int, warmth: float, near: float, /, *words: int) -> tuple[int, float]:
     """Who wins the race over the logits [vocab] at a memory address, each of `size` bytes (2: bfloat16, 4: float32, 8: float64), by the noise of the address that
     `words` make, and its share among those within `near` of it. (-1, 0.0) where the largest is no finite number."""
+
+def walked(
+    address: int, size: int, vocab: int, warmth: float, near: float, places: int, at: list[int] | None, parents: list[int], tokens: list[int],
+    seed: int, length: int, purpose: int, /,
+) -> tuple[list[int], int]:  # fmt: skip
+    """From the end of one row's text down a tree of nodes that have these parents (-1: that end) and tokens: as long as a child is who wins the race at its parent, on to it.
+    The nodes passed, and the winner after the last, -1 where its logits are no finite numbers. Logits of `places` lie one after the other at a memory address; `at`: those of
+    the end and of each node in turn, None: they lie in this order. Noise of `d` tokens after the end is that of the words `seed`, `length` + d, `purpose`."""

@@ -244,7 +244,7 @@ def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings,
     nodes after that place, which the draft does not hold yet; for settings that are `bare`."""
     row = tree.row_at(draft, place)
     s, depth, vocab = settings.params[row], tree.depth_at(draft, place) + 1 + below, logits.shape[-1]
-    if settings.bare and logits.dtype in READ and not bounded(s) and logits.is_contiguous():
+    if _readable(logits, s, settings):
         size = logits.element_size()
         if won := noise.won_at(logits.data_ptr() + at * vocab * size, size, vocab, s.temperature, row, depth):
             if won[0] < 0:
@@ -252,6 +252,23 @@ def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings,
             return won
     x, _ = line(seen(logits)[at], place, draft, settings)
     return noise.won(x, row, depth, kept(x, s))
+
+
+def walked(scores: Scores, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[list[int], int] | None:
+    """The nodes of one row's draft that win the races at their parents, from the text's end on, and who wins after the last. None: `raced` is to be asked, place by place."""
+    logits, s = scores.computed, settings.params[0]
+    if draft.rows > 1 or not _readable(logits, s, settings):
+        return None
+    vocab, size = logits.shape[-1], logits.element_size()
+    told = noise.walked(logits.data_ptr(), size, vocab, s.temperature, logits.numel() // vocab, scores.at, draft.parent, draft.token)
+    if told is not None and told[1] < 0:
+        raise _not_a_number()
+    return told
+
+
+def _readable(logits: Tensor, s: SamplingParams, settings: Settings) -> bool:
+    """Does machine code know how they lie, and all that is done to them?"""
+    return settings.bare and logits.dtype in READ and not bounded(s) and logits.is_contiguous()
 
 
 def bounded(s: SamplingParams) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import BONUS, RowNoise
-from outrider.core.sampling import Settings, line, raced, seen, weights, within
+from outrider.core.sampling import Settings, line, raced, seen, walked, weights, within
 from outrider.core.types import DISTINCT, POINT, Draft, Outcome, Scores
 
 KNOWN = ("greedy", "coupled", "exact")
@@ -30,7 +30,11 @@ class Walk:
     rule: str
 
     def outcome(self) -> Outcome:
-        logits = self.scores.computed if within(self.scores.computed) else self.scores.computed.cpu()
+        here = within(self.scores.computed)
+        alone = here and self.rule == "coupled" and self.draft.rows == 1 and self.settings.params[0].temperature > 0
+        if alone and (told := walked(self.scores, self.draft, self.settings, self.noise)):
+            return Outcome([told[0]], [told[1]], [0])
+        logits = self.scores.computed if here else self.scores.computed.cpu()
         table, rows = tree.children(self.draft), self.draft.rows
         paths, bonus = list[list[int]](), list[int | None]()
         for row in range(rows):
