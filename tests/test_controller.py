@@ -4,6 +4,7 @@ A simulator: the real engine and controller over texts and guesses written by ha
 plain steps). `lookup` says all it has to say in one call, `model` goes a level at a time.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +21,7 @@ from outrider.bench.replay import Trace
 from outrider.control import starts
 from outrider.control.controller import SAMPLE, YOUNG, Adaptive
 from outrider.control.guard import Ledger
-from outrider.control.rows import PATIENCE, REST, Row, remember
+from outrider.control.rows import NEAR, PATIENCE, REST, Row, remember
 from outrider.control.starts import EXPLORE, GIFT, PROBE, UNMEASURED, Starts
 from outrider.control.tables import BATCH, Tables
 from outrider.core.types import Limits, StepRecord
@@ -140,14 +141,24 @@ def test_a_text_of_which_nothing_is_known_counts_as_every_kind_with_the_better_w
 # --- how deep ---
 
 
-@pytest.mark.parametrize("level", [0.15, 0.1])
-def test_who_is_sure_goes_on_at_once(level: float) -> None:
+@pytest.mark.parametrize(("level", "least"), [(0.15, 8), (0.06, NEAR)])
+def test_who_is_sure_goes_on_at_once(level: float, least: int) -> None:
     """A model that was right in half of its guesses is sure of them in a new text: its first draft there is as deep as pays, for who is sure goes on to be."""
     priced = costs(linear(0.05), {"model": linear(level, 0.0)})
     of, sure = (trace(seed, priced, {"model": lambda t, d, p=p: p}, texts=8, length=100) for seed, p in ((7, 0.5), (8, 0.98)))
     records = drive(of := replace(of, texts=[*of.texts, *sure.texts]), adaptive(of))
     first = [next(r.levels["model"] for r in text if r.levels.get("model")) for text in records[10:]]
-    assert min(first) > 8, first
+    assert min(first) > least, first
+
+
+def test_drafts_are_planned_deep_at_once_where_all_guesses_came_true() -> None:
+    """And near again after one that did not."""
+    records, depths = ours(lookups(linear(0.001), 0.97, length=900)), Counter[int]()
+    for before, now in pairwise(records):
+        if before.drafted[0] and now.plan.drafters:
+            depths[depth := now.plan.drafters[0][1]] += 1
+            assert (depth > NEAR) == (before.accepted[0] == before.drafted[0])
+    assert len(depths) == 2 and min(depths.values()) > 8
 
 
 @pytest.mark.parametrize("said", [None, 0.6])

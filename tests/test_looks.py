@@ -12,6 +12,7 @@ from tiny import Ruled
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.control import controller as controllers
+from outrider.control.accounts import Held
 from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
 from outrider.control.rows import GUESSES, LATE, LOST, PATIENCE, RESTS, SHARE, SILENT, UNPAID, Row, awake
 from outrider.control.tables import WARM, Tables
@@ -79,6 +80,26 @@ def test_thinking_counts_in_whether_a_look_pays(thinking: float, share: float) -
     records = flat(drive(of, controller, thinks(controller, Weather(of), thinking)))
     asked = sum(bool(r.levels) for r in records) / len(records)
     assert asked > share if thinking == 0 else asked < share
+
+
+@pytest.mark.parametrize("thinking", [0.0, 0.3])
+def test_where_looks_lose_a_step_that_was_thought_about_is_settled_at_once(monkeypatch: pytest.MonkeyPatch, thinking: float) -> None:
+    """Its worth says who rests in the next one; where looks pay several are settled together."""
+    of = trace(4, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: 0.2}, texts=4)
+    controller, went = adaptive(of), list[str]()
+    hold, settle = controller.accounts.hold, controller.accounts.settle
+
+    def holds(held: Held) -> bool:
+        worth = min(row.worth for row in controller._rows(held.seqs))
+        went.append("plain" if held.step is None else "lost" if worth < 0 else "paid")
+        return hold(held)
+
+    monkeypatch.setattr(controller.accounts, "hold", holds)
+    monkeypatch.setattr(controller.accounts, "settle", lambda *how, **more: went.append("settled") or settle(*how, **more))
+    drive(of, controller, thinks(controller, Weather(of), thinking))
+    after = Counter(itertools.pairwise(went))
+    assert after[("lost", "settled") if thinking else ("paid", "paid")] > 20
+    assert {b for a, b in after if a == "lost"} <= {"settled"}
 
 
 def test_guesses_too_unlikely_to_pay_are_not_asked_for() -> None:
