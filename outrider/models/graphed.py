@@ -2,7 +2,7 @@
 
 Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use, or before
 the first text if that may wait, and the least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing
-else waits for the host. Who waits for them gets graphs of few large kernels (`joined`). Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
+else waits for the host. Who waits for them gets graphs of few large kernels (`joined`); others, where many slots are read, attention that keeps the processors busy. Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
 the eager step; a capture that fails leaves the model eager, with its reason.
 """
 
@@ -24,7 +24,7 @@ from outrider.models.step import Step
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
 READ = 256  # slots read are rounded up to this, its double, the double of that, ...
 MOST = 96  # graphs kept
-OFF = 0.15  # root mean square by which a graph's logits may differ from the eager step's, over their spread: one wrong column of 64 is 0.18
+DIFFERS = 0.15  # root mean square by which a graph's logits may differ from the eager step's, over their spread: one wrong column of 64 is 0.18
 log = logging.getLogger("outrider")
 
 
@@ -154,7 +154,7 @@ class Graphs:
             out = run(table, read, rows)
         graph.replay()
         off = float((out[0].float() - want.float()).square().mean().sqrt())
-        if not off <= OFF * float(want.float().std()):
+        if not off <= DIFFERS * float(want.float().std()):
             raise RuntimeError("the graph's logits differ from the eager step's")
         return Graph(graph, table, out, run)
 
