@@ -4,7 +4,6 @@ A simulator: the real engine and controller over texts and guesses written by ha
 plain steps). `lookup` says all it has to say in one call, `model` goes a level at a time.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -149,16 +148,6 @@ def test_who_is_sure_goes_on_at_once(level: float, least: int) -> None:
     records = drive(of := replace(of, texts=[*of.texts, *sure.texts]), adaptive(of))
     first = [next(r.levels["model"] for r in text if r.levels.get("model")) for text in records[10:]]
     assert min(first) > least, first
-
-
-def test_drafts_are_planned_deep_at_once_where_all_guesses_came_true() -> None:
-    """And near again after one that did not."""
-    records, depths = ours(lookups(linear(0.001), 0.97, length=900)), Counter[int]()
-    for before, now in pairwise(records):
-        if before.drafted[0] and now.plan.drafters:
-            depths[depth := now.plan.drafters[0][1]] += 1
-            assert (depth > NEAR) == (before.accepted[0] == before.drafted[0])
-    assert len(depths) == 2 and min(depths.values()) > 8
 
 
 @pytest.mark.parametrize("said", [None, 0.6])

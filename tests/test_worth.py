@@ -1,18 +1,21 @@
 """What a draft is worth: the short ways for one row's chain give what the general ones give."""
 
 import random
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from contracts import random_draft
+from test_controller import lookups, ours
 from written import Weather, adaptive, drive, linear, trace
 from written import costs as priced
 
 from outrider.control import rows as memory
 from outrider.control.predict import Bias
-from outrider.control.rows import BEFORE, LOOKS, LOST, SHARE, Row, looked
+from outrider.control.rows import BEFORE, LOOKS, LOST, NEAR, SHARE, Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core import tree
@@ -193,3 +196,13 @@ def test_who_says_nothing_tells_no_price() -> None:
         )
         tables.take_in([Lesson(record, at, [0], {"model": 1}, False, 1.0)])
         assert costs.draft["model", at].seen[1][1] == pytest.approx(price, abs=1e-3)
+
+
+def test_drafts_are_planned_deep_at_once_where_all_guesses_came_true() -> None:
+    """And near again after one that did not."""
+    records, depths = ours(lookups(linear(0.001), 0.97, length=900)), Counter[int]()
+    for before, now in pairwise(records):
+        if before.drafted[0] and now.plan.drafters:
+            depths[depth := now.plan.drafters[0][1]] += 1
+            assert (depth > NEAR) == (before.accepted[0] == before.drafted[0])
+    assert len(depths) == 2 and min(depths.values()) > 8

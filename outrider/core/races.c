@@ -183,6 +183,11 @@ INLINE Won won_by(Race r)
     static Won won_of_##n(Race r) { return IS_WIDE ? wide_##n(r) : narrow_##n(r); }
 OF(2) OF(4) OF(8)
 
+static Won won_of(Race r) { return r.bytes == 2 ? won_of_2(r) : r.bytes == 4 ? won_of_4(r) : won_of_8(r); }
+
+/* An address of noise with one word more. */
+static uint64_t with_word(uint64_t key, uint64_t word) { return mix((key + GOLDEN) ^ mix(word + GOLDEN)); }
+
 /* won(address, size, vocab, warmth, near, *words): see races.pyi */
 static PyObject *won(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
@@ -198,10 +203,10 @@ static PyObject *won(PyObject *self, PyObject *const *given, Py_ssize_t count)
     r.warmth = PyFloat_AsDouble(given[3]);
     r.near = PyFloat_AsDouble(given[4]);
     for (Py_ssize_t i = 5; i < count; ++i)
-        r.key = mix((r.key + GOLDEN) ^ mix(PyLong_AsUnsignedLongLongMask(given[i]) + GOLDEN));
+        r.key = with_word(r.key, PyLong_AsUnsignedLongLongMask(given[i]));
     if (PyErr_Occurred())
         return NULL;
-    out = r.bytes == 2 ? won_of_2(r) : r.bytes == 4 ? won_of_4(r) : won_of_8(r);
+    out = won_of(r);
     return Py_BuildValue("ld", out.token, out.share);
 }
 
@@ -240,10 +245,8 @@ static PyObject *walked(PyObject *self, PyObject *const *given, Py_ssize_t count
             goto failed;
         }
         r.raw = first + line * r.vocab * r.bytes;
-        r.key = mix(GOLDEN ^ mix(seed + GOLDEN));
-        r.key = mix((r.key + GOLDEN) ^ mix(++length + GOLDEN));
-        r.key = mix((r.key + GOLDEN) ^ mix(purpose + GOLDEN));
-        out = r.bytes == 2 ? won_of_2(r) : r.bytes == 4 ? won_of_4(r) : won_of_8(r);
+        r.key = with_word(with_word(with_word(0, seed), ++length), purpose);
+        out = won_of(r);
         if (out.token < 0)
             break;
         while (child < count && (PyLong_AsLong(PyList_GET_ITEM(given[7], child)) != (index ? index - 1 : -1) || PyLong_AsLong(PyList_GET_ITEM(given[8], child)) != out.token))

@@ -257,7 +257,7 @@ def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings,
 def walked(scores: Scores, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[list[int], int] | None:
     """The nodes of one row's draft that win the races at their parents, from the text's end on, and who wins after the last. None: `raced` is to be asked, place by place."""
     logits, s = scores.computed, settings.params[0]
-    if draft.rows > 1 or not _readable(logits, s, settings):
+    if draft.rows > 1 or s.temperature == 0 or not _readable(logits, s, settings):
         return None
     vocab, size = logits.shape[-1], logits.element_size()
     told = noise.walked(logits.data_ptr(), size, vocab, s.temperature, logits.numel() // vocab, scores.at, draft.parent, draft.token)

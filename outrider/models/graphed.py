@@ -55,7 +55,9 @@ class Graphs:
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.numbers: Tensor | None = None
         self.pool: Any = None  # of memory that all graphs share, since they run in turn
-        self.better: dict[str, Form] = {"multiplied": multiplied(step)}  # what graphs of one row are made of before the step itself, the best first
+        self.better: dict[str, Form] = {
+            "attention as two products": multiplied(step)
+        }  # what graphs of one row are made of before the step itself, the best first
 
     def get(self, rows: int, width: int) -> "Graphs | None":
         """Itself, for widths that have a bucket, unless a capture failed."""
@@ -77,9 +79,9 @@ class Graphs:
             log.info("a step of so many weights or layers keeps its own kernels: joining them would take long and bring little")
         elif not self.graphs:
             try:
-                self.better = {"joined": join(self.step, apart(rows))} | self.better
+                self.better = {"joined kernels": join(self.step, apart(rows))} | self.better
             except Exception as failed:  # export and Inductor have many kinds
-                self._without("joined", failed)
+                self._without("joined kernels", failed)
         capacity, seen = rows[0].shape[2], [x[:, :, :READ] for x in rows]
         before = [x.clone() for x in seen]
         for x in seen:
@@ -172,7 +174,7 @@ class Graphs:
     def _without(self, name: str, why: Exception) -> None:
         """From now on graphs are of other kernels."""
         self.better.pop(name, None)
-        log.warning("the kernels of a step could not be %s, and its CUDA graphs are slower for it: %s", name, (str(why) or repr(why)).split("\n")[0])
+        log.warning("a step does without %s, and its CUDA graphs are slower for it: %s", name, (str(why) or repr(why)).split("\n")[0])
 
 
 def trial(step: Step, capacity: int, width: int) -> Tensor:

@@ -31,8 +31,7 @@ class Walk:
 
     def outcome(self) -> Outcome:
         here = within(self.scores.computed)
-        alone = here and self.rule == "coupled" and self.draft.rows == 1 and self.settings.params[0].temperature > 0
-        if alone and (told := walked(self.scores, self.draft, self.settings, self.noise)):
+        if here and self.rule == "coupled" and (told := walked(self.scores, self.draft, self.settings, self.noise)):
             return Outcome([told[0]], [told[1]], [0])
         logits = self.scores.computed if here else self.scores.computed.cpu()
         table, rows = tree.children(self.draft), self.draft.rows
