@@ -78,7 +78,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache:
     """The transformers Cache made of SlotLayers, and the Store that moves their slots.
 
-    `blocks`: their memory [keys and values, rows, heads, capacity, d], one block for all of one shape: what is moved is moved in all layers at once.
+    `blocks`: their memory [keys and values, rows, heads, capacity, d], one block for all of one shape: what is moved is moved in all layers at once. `lies`: of those in the
+    host's memory, what machine code asks, which would take longer to ask a tensor in each step than to move what it has.
     """
 
     def __init__(self, layers: int, rows: int, context: int) -> None:
@@ -86,6 +87,7 @@ class SlotCache:
         self.layers = [SlotLayer(self.aim, self.capacity) for _ in range(layers)]
         self.cache = Cache(layers=list(self.layers))
         self.blocks: list[Tensor] = []
+        self.lies: list[tuple[int, int, int, int, int, int, int]] | None = None
         self.views: dict[tuple[int, int], list[Tensor]] = {}
 
     @torch.inference_mode()
@@ -98,6 +100,7 @@ class SlotCache:
         shown = self._tensors()
         alike = {kind: [x for x in shown if _kind(x) == kind] for kind in map(_kind, shown)}
         self.blocks = [some[0].new_zeros(len(some), self.count, heads, self.capacity, d) for (heads, d, *_), some in alike.items()]
+        self.lies = [_lies(block) for block in self.blocks] if all(map(within, self.blocks)) else None
         parts = dict(zip(alike, map(iter, self.blocks), strict=True))
         made = iter([next(parts[_kind(x)]) for x in shown])
         for layer in self._used():
@@ -131,12 +134,11 @@ class SlotCache:
             block[:, goal, :, start:stop] = block[:, source, :, start:stop]
 
     def move(self, row: int, sources: list[int], start: int) -> None:
-        if races is None or not all(map(within, self.blocks)):
+        if races is None or self.lies is None:
             self._move(row, sources, start)
             return
-        for block in self.blocks:
-            stride, each, slot = (block.stride(i) * block.itemsize for i in (0, 2, 3))
-            races.moved(block.data_ptr() + row * block.stride(1) * block.itemsize, len(block), stride, block.shape[2], each, slot, sources, start)
+        for address, wide, times, stride, heads, each, slot in self.lies:
+            races.moved(address + row * wide, times, stride, heads, each, slot, sources, start)
 
     @torch.inference_mode()
     def _move(self, row: int, sources: list[int], start: int) -> None:
@@ -149,6 +151,12 @@ class SlotCache:
     def swap(self, a: int, b: int, stop: int) -> None:
         for block in self.blocks:
             block[:, [a, b], :, :stop] = block[:, [b, a], :, :stop]
+
+
+def _lies(block: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """Where a block begins, the bytes from row to row, and what else `races.moved` asks of it."""
+    stride, wide, each, slot, _ = [block.stride(i) * block.itemsize for i in range(5)]
+    return block.data_ptr(), wide, len(block), stride, block.shape[2], each, slot
 
 
 def _kind(x: Tensor) -> tuple[int, int, torch.dtype, torch.device]:
