@@ -27,6 +27,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.models import hf as hf_module
 from outrider.models import kv as kv_module
 from outrider.models import slots as slots_module
+from outrider.models.chain import Chain
 from outrider.models.exits import EarlyExit
 from outrider.models.kv import Rows
 from outrider.models.load import wrap
@@ -44,7 +45,8 @@ def made(tmp_path_factory) -> ModuleType:
     """races.c as the builder of machine code makes it."""
     work = tmp_path_factory.mktemp("races")
     (work / "outrider" / "core").mkdir(parents=True)
-    shutil.copy(HERE / "core" / "races.c", work / "outrider" / "core")
+    for name in ("races.c", "race.h"):
+        shutil.copy(HERE / "core" / name, work / "outrider" / "core")
     subprocess.run([sys.executable, "-c", MAKE, RACES], cwd=work, check=True, capture_output=True)
     spec = importlib.util.spec_from_file_location(RACES, work / "built" / "outrider" / "core" / f"races{EXTENSION_SUFFIXES[0]}")
     module = importlib.util.module_from_spec(spec)
@@ -68,7 +70,7 @@ def races(made, monkeypatch) -> list[tuple]:
             asked.append(given)
             return made.walked(*given)
 
-    monkeypatch.setattr(noise_module, "races", Told)
+    monkeypatch.setattr(sampling_module, "races", Told)
     return asked
 
 
@@ -200,10 +202,10 @@ def test_only_what_lies_in_one_piece_is_read_where_it_lies(monkeypatch, prompts,
 @pytest.mark.parametrize("kind", ["strict", "early exit", "draft model"])
 def test_whoever_computed_it_what_is_read_lies_in_one_piece(monkeypatch, kind):
     """Parts of a strict step, what goes on from first layers, and the forwards of a chain."""
-    seen, decide = [], hf_module.decided_of
+    seen, read = [], Chain.read
     monkeypatch.setattr(hf_module, "Scores", lambda *given, **named: seen.append(Scores(*given, **named)) or seen[-1])
     monkeypatch.setattr(
-        hf_module, "decided_of", lambda x, found, lies, at: seen.append(Scores(x, at=at, found=found, lies=lies)) or decide(x, found, lies, at)
+        Chain, "read", lambda self, x, found, places, *given: seen.append(Scores(x, found=found, lies=places)) or read(self, x, found, places, *given)
     )
     target = wrap(zoo.module("llama"), "target", "zoo", context=100)
     small = EarlyExit(target, 1) if kind == "early exit" else wrap(zoo.module("llama", noise=0.1), "draft", "zoo", context=100)
@@ -238,7 +240,7 @@ def test_drafter_and_verdict_race_alike(races, monkeypatch):
 
     tokens, verdict = outcome()
     assert verdict.paths == [[0, 1, 2]] and len(races) == 4, "one for each guess, and one for all verdicts"
-    monkeypatch.setattr(noise_module, "races", None)
+    monkeypatch.setattr(sampling_module, "races", None)
     assert outcome() == (tokens, verdict) and len(races) == 4
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_races import TYPES, made, races, sequence  # noqa: F401
 
-from outrider.core import noise as noise_module
+from outrider.core import sampling as sampling_module
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import NEAR, POSITION, RowNoise
+from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.types import POINT, Draft, Scores
 from outrider.verify.host import Walk
@@ -36,7 +36,7 @@ def test_a_tree_is_walked_as_python_walks_it(races, monkeypatch, dtype, seed):
         settings, noise = Settings.of([sequence(step, temperature=float(rng.choice([1.0, 0.6])))]), RowNoise((2**64 - step,), (0,), (step + 7,))
         with monkeypatch.context() as patch:
             mine = Walk(draft, Scores(logits, at=order), settings, noise, "coupled").outcome()
-            patch.setattr(noise_module, "races", None)
+            patch.setattr(sampling_module, "races", None)
             assert mine == Walk(draft, Scores(logits, at=order), settings, noise, "coupled").outcome()
         depths.append(len(mine.paths[0]))
     assert len(races) == 60 and max(depths) >= 3 and min(depths) == 0
@@ -56,11 +56,11 @@ def test_no_number_is_an_error_where_the_walk_comes(races, at):
     assert len(races) == 2
 
 
-@pytest.mark.parametrize("wrong", [{6: [0]}, {6: [0, 9]}, {6: [0, -1]}, {5: 1}, {8: [1, 2]}, {6: 3}, {7: None}], ids=str)
+@pytest.mark.parametrize("wrong", [{2: [0]}, {2: [0, 9]}, {2: [0, -1]}, {1: 1}, {4: [1, 2]}, {2: 3}, {3: None}, {0: (1, 2)}, {0: [1] * 8}], ids=str)
 def test_a_walk_reads_no_place_that_is_none(made, wrong):
     logits = torch.zeros(2, 10)
     logits[0, 4] = 99.0
-    given = [logits.data_ptr(), 4, 10, 1.0, NEAR, 2, None, [-1], [4], 3, 2, POSITION]
+    given = [RowNoise((3,), (0,), (2,)).races_at(logits.data_ptr(), 4, 10, 1.0, 0, 1), 2, None, [-1], [4]]
     assert made.walked(*given)[0] == [0]
     with pytest.raises((TypeError, IndexError)):
         made.walked(*[wrong.get(i, x) for i, x in enumerate(given)])

@@ -24,6 +24,7 @@ try:
 except ImportError:
     races = None  # type: ignore[assignment]  # races.c, where `runtime.native` has built it
 
+Races = tuple[int, int, int, float, float, int, int, int]  # what machine code asks of some: see races.pyi
 DRAFT, ACCEPT, BONUS, POSITION = 1, 2, 3, 4  # purposes
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -173,19 +174,9 @@ class RowNoise:
         behind = values - values[first]
         return int(ids[first]), 1 / float(np.exp(behind[behind >= -NEAR]).sum())
 
-    def won_at(self, address: int, size: int, vocab: int, warmth: float, row: int, depth: int) -> tuple[int, float] | None:
-        """The same of logits as they lie in memory, over `warmth`, in machine code: see races.pyi. None: there is none."""
-        if races is None:
-            return None
-        return races.won(address, size, vocab, warmth, NEAR, int(self.seed[row]), int(self.length[row]) + depth, POSITION)
-
-    def walked(
-        self, address: int, size: int, vocab: int, warmth: float, places: int, at: list[int] | None, parents: list[int], tokens: list[int]
-    ) -> tuple[list[int], int] | None:
-        """All such races of one row, down a tree, in machine code: see races.pyi. None: there is none."""
-        if races is None:
-            return None
-        return races.walked(address, size, vocab, warmth, NEAR, places, at, parents, tokens, int(self.seed[0]), int(self.length[0]), POSITION)
+    def races_at(self, address: int, size: int, vocab: int, warmth: float, row: int, depth: int) -> Races:
+        """What machine code asks of the same over logits as they lie in memory, `depth` tokens after the committed text: see races.pyi."""
+        return address, size, vocab, warmth, NEAR, int(self.seed[row]), int(self.length[row]) + depth, POSITION
 
     def contenders(
         self, x: NDArray[Any], row: int, depth: int, among: NDArray[np.int64] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import RowNoise, races
+from outrider.core.noise import Races, RowNoise, races
 from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
 
 HOST = ("cpu",)  # devices whose logits lie in this memory
@@ -29,7 +29,7 @@ def argmax(logits: Tensor) -> Tensor:
     x = logits if logits.dtype == torch.float64 else logits.float()
     best = x.argmax(-1)  # documented: the first of equal maxima
     if bool(x.gather(-1, best[:, None]).isnan().any()):
-        raise _not_a_number()
+        raise not_a_number()
     return best
 
 
@@ -41,7 +41,10 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
         logp = torch.log_softmax(scores.logits if scores.logits.dtype == torch.float64 else scores.logits.float(), -1)
         return token.tolist(), logp.gather(-1, token[:, None])[:, 0].tolist()
     if races is not None and scores.lies:
-        return _read_off(scores.found, scores.lies, scores.at)
+        read = races.decided(scores.found.data_ptr(), scores.lies, scores.at)
+        if read is None:
+            raise not_a_number()
+        return read
     lines = scores.found.tolist()
     if len(lines) == len(lines[0]) == 1 and not isnan(lines[0][0][1]):  # one place
         ((token, value, mass),) = lines[0]
@@ -50,25 +53,11 @@ def decided(scores: Scores) -> tuple[list[int], list[float]]:
     asked = found if scores.at is None else [found[i] for i in scores.at]
     chosen = [value - mass for _, value, mass in asked]
     if isnan(sum(chosen)) and any(isnan(value) for _, value, _ in asked):
-        raise _not_a_number()
+        raise not_a_number()
     return [int(token) for token, _, _ in asked], chosen
 
 
-def decided_of(logits: Tensor, found: Tensor, lies: int, at: list[int] | None) -> tuple[list[int], list[float]]:
-    """`decided` of Scores of these."""
-    if races is not None and lies:
-        return _read_off(found, lies, at)
-    return decided(Scores(logits, at=at, found=found))
-
-
-def _read_off(found: Tensor, lies: int, at: list[int] | None) -> tuple[list[int], list[float]]:
-    read = races.decided(found.data_ptr(), lies, at)
-    if read is None:
-        raise _not_a_number()
-    return read
-
-
-def _not_a_number() -> OutriderError:
+def not_a_number() -> OutriderError:
     return OutriderError("the model returned NaN logits", "its weights or its dtype overflow", "load it with dtype=float32")
 
 
@@ -182,11 +171,11 @@ def warp(logits: Tensor, places: Places, draft: Draft, settings: Settings) -> Te
     out = torch.log_softmax(_truncate(x / _warmth(rows, settings, x), rows, settings), -1)
     if not settings.greedy.any():
         if isnan(out.amax().item()):  # the largest of numbers among which there is none is none
-            raise _not_a_number()
+            raise not_a_number()
         return out
     greedy = torch.from_numpy(settings.greedy[rows]).to(x.device)
     if bool((out.isnan().any(-1) & ~greedy).any()):
-        raise _not_a_number()
+        raise not_a_number()
     hot = torch.full_like(out, -torch.inf).scatter_(-1, argmax(x)[:, None], 0.0)
     return torch.where(greedy[:, None], hot, out)
 
@@ -235,7 +224,7 @@ def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tup
         x = process(torch.from_numpy(x)[None], [place], draft, settings)[0].numpy()
     best, warmth = int(x.argmax()), settings.params[tree.row_at(draft, place)].temperature
     if isnan(top := x[best]) or (warmth and isinf(top)):  # the first that is no number, if any is
-        raise _not_a_number()
+        raise not_a_number()
     return (x - top) / float(warmth) if warmth not in (0.0, 1.0) else x - top, best
 
 
@@ -244,25 +233,52 @@ def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings,
     nodes after that place, which the draft does not hold yet; for settings that are `bare`."""
     row = tree.row_at(draft, place)
     s, depth, vocab = settings.params[row], tree.depth_at(draft, place) + 1 + below, logits.shape[-1]
-    if _readable(logits, s, settings):
+    if races is not None and _readable(logits, s, settings):
         size = logits.element_size()
-        if won := noise.won_at(logits.data_ptr() + at * vocab * size, size, vocab, s.temperature, row, depth):
-            if won[0] < 0:
-                raise _not_a_number()
-            return won
+        won = races.won(*noise.races_at(logits.data_ptr() + at * vocab * size, size, vocab, s.temperature, row, depth))
+        if won[0] < 0:
+            raise not_a_number()
+        return won
     x, _ = line(seen(logits)[at], place, draft, settings)
     return noise.won(x, row, depth, kept(x, s))
+
+
+@dataclass(slots=True)
+class Race:
+    """Those at a place and at the nodes of a chain below it, which the draft does not hold yet; for settings that are `bare`."""
+
+    draft: Draft
+    place: int
+    settings: Settings
+    noise: RowNoise
+    known: tuple[int, int, float, float, int, int, int] | None = None  # what machine code asks beside an address: the same for all logits of a model
+
+    def won(self, logits: Tensor, at: int, below: int) -> tuple[int, float]:
+        """`raced` after so many nodes."""
+        return raced(logits, at, self.place, self.draft, self.settings, self.noise, below)
+
+    def asked(self, logits: Tensor) -> Races | None:
+        """What machine code asks of those over some lines of a model's logits; None: it does not know how they are run."""
+        if self.known is None:
+            row = tree.row_at(self.draft, self.place)
+            s = self.settings.params[row]
+            if not _readable(logits, s, self.settings):
+                return None
+            depth = tree.depth_at(self.draft, self.place) + 1
+            self.known = self.noise.races_at(0, logits.element_size(), logits.shape[-1], s.temperature, row, depth)[1:]
+        return (logits.data_ptr(), *self.known) if logits.is_contiguous() else None
 
 
 def walked(scores: Scores, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[list[int], int] | None:
     """The nodes of one row's draft that win the races at their parents, from the text's end on, and who wins after the last. None: `raced` is to be asked, place by place."""
     logits, s = scores.computed, settings.params[0]
-    if draft.rows > 1 or s.temperature == 0 or not _readable(logits, s, settings):
+    if races is None or draft.rows > 1 or s.temperature == 0 or not _readable(logits, s, settings):
         return None
-    vocab, size = logits.shape[-1], logits.element_size()
-    told = noise.walked(logits.data_ptr(), size, vocab, s.temperature, logits.numel() // vocab, scores.at, draft.parent, draft.token)
-    if told is not None and told[1] < 0:
-        raise _not_a_number()
+    vocab = logits.shape[-1]
+    given = noise.races_at(logits.data_ptr(), logits.element_size(), vocab, s.temperature, 0, 1)
+    told = races.walked(given, logits.numel() // vocab, scores.at, draft.parent, draft.token)
+    if told[1] < 0:
+        raise not_a_number()
     return told
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.noise import DRAFT, RowNoise
-from outrider.core.sampling import Settings, decided, hosted, line, near, process, raced, seen, warp, weights
+from outrider.core.sampling import Race, Settings, decided, hosted, line, near, process, raced, seen, warp, weights
 from outrider.core.sockets import Model
 from outrider.core.types import AHEAD, DISTINCT, POINT, SAMPLED, Draft, On, Outcome, Places, Sequence
 from outrider.drafters.suffix import INDEX, index_of
@@ -108,12 +108,9 @@ class ModelDrafter:
         on: On | None,
     ) -> Draft:  # fmt: skip
         """Tokens below a place, found one after the other: the likeliest, or who wins the races there."""
-
-        def pick(logits: Tensor, at: int, below: int) -> tuple[int, float]:
-            return raced(logits, at, place, draft, settings, noise, below)
-
+        race = None if settings.raw else Race(draft, place, settings, noise)
         ahead = self._foreseen(seqs, draft, place) if levels > 1 and near(self.model.spec.device) else None
-        found, scores, steps = self.model.chain(seqs, draft, place, levels, on, None if settings.raw else pick, ahead)  # type: ignore[attr-defined]
+        found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead)  # type: ignore[attr-defined]
         self.saved = len(found) - steps
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
         made = tree.run(draft, place, tokens, source, scores[: len(tokens)])

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import decided, decided_of, near
+from outrider.core.sampling import Race, decided, near
 from outrider.core.types import Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
+from outrider.models.chain import Chain
 from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Layout, Rows
@@ -30,7 +31,6 @@ LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on ask
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
 Guessed = tuple[list[int], list[float], int]  # tokens, how likely they are, and the forwards that found them
 Ahead = Callable[[list[int], int], list[int]]  # after these tokens, at most so many that may be found next
-Pick = Callable[[Tensor, int, int], tuple[int, float]]  # of some logits, at one of their places, the n-th of a chain: a token, and how likely it is
 SHARED = "chunk store rows device dtype far numbers reads tables pinned".split()  # of a model and its views
 STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
@@ -123,49 +123,37 @@ class HFModel:
         return Scores(logits, at=layout.at, found=found, lies=_lies(layout.blocks[0]) if near(self.spec.device) else 0)
 
     def chain(
-        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, pick: Pick | None = None, ahead: Ahead | None = None
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, race: Race | None = None, ahead: Ahead | None = None
     ) -> Guessed:
         """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, their probabilities, and the forwards it took. The guesses
         are this step's scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last may not be scored. Where the host sees
-        each of them, `pick` takes another than the likeliest, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees is read
-        in the same forward: as far as it is right, more than one token is found in each, and the same ones."""
+        each of them, who wins the `race` is taken in place of the likeliest, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees
+        is read in the same forward: as far as it is right, more than one token is found in each, and the same ones."""
         self._catch_up(seqs, [place])
         seq = seqs[tree.row_at(draft, place)]
         if near(self.spec.device):
-            return self._seen(seqs, draft, place, levels, on, pick, ahead)
-        assert pick is None, "what only the device knows cannot be picked by the host"
+            return self._seen(seqs, draft, place, Chain(levels, seq.request.ends, on, race), ahead)
+        assert race is None, "what only the device knows cannot be picked by the host"
         return self._unseen(seq, self.rows.layout(seqs, draft, [place]), len(draft), place, levels)
 
-    def _seen(self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None, pick: Pick | None, ahead: Ahead | None) -> Guessed:
+    def _seen(self, seqs: list[Sequence], draft: Draft, place: int, chain: Chain, ahead: Ahead | None) -> Guessed:
         """The host reads each token, asks, and lays out the next forward: nothing else."""
-        seq, node, tokens, chances, forwards = seqs[tree.row_at(draft, place)], len(draft), list[int](), list[float](), 0
-        hints = ahead(tokens, levels - 1) if ahead else []
+        seq, node, forwards = seqs[tree.row_at(draft, place)], len(draft), 0
+        hints = ahead(chain.tokens, chain.most - 1) if ahead else []
         layout = self.rows.begin(seqs, draft, place, hints)
         block, at = layout.blocks[0], layout.at
         while True:
             logits, told = self._serve(block)
             forwards += 1
-            first = len(tokens)
-            found = None if pick else decided_of(logits, told, _lies(block), at)
-            for i in range(len(hints) + 1):
-                if found is not None:
-                    token, chance = found[0][i], math.exp(found[1][i])
-                else:
-                    assert pick is not None
-                    token, chance = pick(logits, at[i] if at else i, first + i)
-                tokens.append(token)
-                chances.append(chance)
-                known = i < len(hints) and hints[i] == token
-                if len(tokens) == levels or token in seq.request.ends or not (on is None or (on(chance, True) if known else on(chance))):
-                    self.rows.undo(seq, list(range(node + first + i + known, node + first + len(hints))))
-                    return tokens, chances, forwards
-                if not known:
-                    break
-            done = len(tokens) - 1  # nodes that were scored
-            if done < first + len(hints):
-                self.rows.undo(seq, list(range(node + done, node + first + len(hints))))
-            hints, at = ahead(tokens, levels - len(tokens) - 1) if ahead else [], None
-            block = self.rows.onward(seq, node + done, node + done - 1 if done else place, [tokens[-1], *hints])
+            laid = len(chain.tokens) + len(hints)
+            more = chain.read(logits, told, _lies(block), at, hints)
+            if chain.scored < laid:
+                self.rows.undo(seq, list(range(node + chain.scored, node + laid)))
+            if not more:
+                return chain.tokens, chain.chances, forwards
+            hints, at = ahead(chain.tokens, chain.most - len(chain.tokens) - 1) if ahead else [], None
+            last = node + chain.scored  # the token that was found last, which is not scored
+            block = self.rows.onward(seq, last, last - 1 if chain.scored else place, [chain.tokens[-1], *hints])
 
     def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int) -> Guessed:
         """Tokens go from forward to forward on the device; the host waits once, at the end."""

@@ -28,13 +28,13 @@ MODULES = {
     "measure": "cost trace",
     "verify": "exact host",
     "drafters": "lookup model suffix",
-    "models": "compiled hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
+    "models": "chain compiled hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
     "compiler": "forest jit step",
     "runtime": "batcher ending engine",
 }
 RACES = "outrider.core.races"  # beside them: C, which nothing is the Python of
 HERE = Path(__file__).parents[1]
-KINDS = (".py", ".pyi", ".c")  # of sources
+KINDS = (".py", ".pyi", ".c", ".h")  # of sources
 BUILDER = "outrider.runtime.native_builder"
 SWITCH = "OUTRIDER_HOST"  # python: whatever was built; a folder: what lies there
 LATER = "120"  # seconds after which a build begins that nobody waits for: what was loaded for a moment is not disturbed
