@@ -367,6 +367,9 @@ def test_a_package_that_is_not_built_as_it_should_be_says_why(serve, monkeypatch
     again = Compiled(served.compiled.recipe, served.step)
     assert set(again.packages) == set(SHAPES), "it serves all the same"
     assert caplog.text.count("torch's kernels, which are slower") == 1 and "another Inductor" in caplog.text
+    served.compiled = again
+    seq = run(Engine(served, {}, fixed(Plan()), 1), [request(PROMPT, max_tokens=3)])[0]
+    assert {record.tiers["target"] for record in seq.records} == {"compiled:without-own-kernels"}
 
 
 def test_a_package_that_differs_from_the_model_is_not_used(built, tmp_path, cache, started, caplog):

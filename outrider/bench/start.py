@@ -29,7 +29,7 @@ first = served = None
 while seq.finish_reason is None:
     rt.engine.step()
     first = first or time.perf_counter() - start
-    if served is None and seq.records[-1].tiers["target"] == "compiled":
+    if served is None and seq.records[-1].tiers["target"].startswith("compiled"):
         served = time.perf_counter() - start
 print(json.dumps({"loaded": loaded, "first_token": first, "compiled": served}))
 """

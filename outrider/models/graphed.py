@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.core.types import MAX_NODES
 from outrider.models.compiled import example
 from outrider.models.joined import Form, apart, join, multiplied, worth_joining
+from outrider.models.package import COMPILED
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
@@ -45,12 +46,12 @@ def sizes(capacity: int) -> list[int]:
 
 
 class Graphs:
-    """The graphs of one model's steps."""
+    """The graphs of one model's steps. `tier`: what records say of them, `compiled:without-...` where a better form did not serve."""
 
     bytes, independent = 0, False
 
     def __init__(self, step: Step) -> None:
-        self.step, self.reason = step, "eager:first-use"
+        self.step, self.reason, self.tier = step, "eager:first-use", COMPILED
         self.graphs: OrderedDict[tuple[int, ...], Graph] = OrderedDict()
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.numbers: Tensor | None = None
@@ -172,8 +173,9 @@ class Graphs:
         return None
 
     def _without(self, name: str, why: Exception) -> None:
-        """From now on graphs are of other kernels."""
+        """From now on graphs are of other kernels, and records say so."""
         self.better.pop(name, None)
+        self.tier = f"{COMPILED}:without-{name.replace(' ', '-')}"
         log.warning("a step does without %s, and its CUDA graphs are slower for it: %s", name, (str(why) or repr(why)).split("\n")[0])
 
 
