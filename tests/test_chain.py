@@ -129,6 +129,11 @@ def test_logits_with_gaps_are_pythons_whatever_those_before_were(machine):
     assert tokens[0] == tokens[1] and len(machine) == 2
 
 
+def test_who_is_asked_may_take_hints_away(made):
+    found, hints = torch.zeros(1, 3, 3, dtype=torch.float64), [0, 0]
+    assert made.guessed(found.data_ptr(), None, 3, None, hints, [], [], 9, frozenset(), lambda chance, free=False: not hints.clear()) == 1
+
+
 def test_who_is_asked_may_fail(made):
     found, tokens, chances = torch.zeros(1, 1, 3, dtype=torch.float64), [1], [0.5]
     with pytest.raises(ZeroDivisionError):

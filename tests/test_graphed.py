@@ -153,6 +153,10 @@ class Joins:
         self.step = step
         return self.run
 
+    def failing(self, step):
+        self.step = step
+        return self.run
+
     def run(self, table, read, rows):
         self.widths.append(table.shape[1])
         if self.how == "no code" or (self.how == "not captured" and Again.recording is not None):
@@ -181,6 +185,17 @@ def test_graphs_are_of_joined_kernels_where_these_serve(how, graphs, monkeypatch
     seq = run(Engine(model, {}, fixed(Plan()), 1), [told])[0]
     assert seq.generated == plain(wrap(zoo.module("llama"), "target", "zoo", context=300), [told])[0]
     assert {r.tiers["target"] for r in seq.records} == {"compiled:without-joined-kernels" if asked and how != "serves" else "compiled"}
+
+
+def test_all_that_graphs_do_without_is_told(graphs, monkeypatch, caplog):
+    """Neither joined kernels nor two products, which fail one after the other."""
+    monkeypatch.setattr(graphed, "multiplied", Joins("not captured").failing)
+    monkeypatch.setattr(graphed, "join", Joins("not exported"))
+    model = graphs(wrap(zoo.module("llama"), "target", "zoo", context=300))
+    model.compiled.wait()
+    seq = run(Engine(model, {}, fixed(Plan()), 1), [request(LOOP, max_tokens=30)])[0]
+    assert {r.tiers["target"] for r in seq.records} == {"compiled:without-joined-kernels+attention-as-two-products"}
+    assert caplog.text.count("does without") == 2
 
 
 def test_waiting_again_changes_nothing(graphs, monkeypatch):

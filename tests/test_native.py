@@ -204,9 +204,10 @@ def test_a_process_that_fails_is_told_by_its_last_words():
 
 def test_the_witness_hangs_on_rule_and_seed():
     greedy, coupled, exact = (native_builder.witness()[i : i + 3] for i in (0, 3, 6))
-    raced = native_builder.witness()[9:]
-    assert native_builder.witness() == [*greedy, *coupled, *exact, *raced]
+    *raced, guessed = native_builder.witness()[9:]
+    assert native_builder.witness() == [*greedy, *coupled, *exact, *raced, guessed]
     assert len(raced) == 3 and all(len(set(winners)) > 10 for winners in raced)
+    assert len(guessed) > 4 * 40 and {0, 1, 2, 3, 4} <= set(guessed), "chains of more than one token"
     assert greedy != coupled != exact and len({tuple(text) for text in coupled}) == 3
 
 

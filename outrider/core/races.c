@@ -120,8 +120,8 @@ failed:
 enum { NONE = -1, FAILED = -2 };
 static long guess(const double *found, Races *r, long line, PyObject *tokens, PyObject *chances)
 {
-    Won best = r ? won_there(r, line, PyList_GET_SIZE(tokens)) : (Won){(long)found[0], exp(found[1] - found[2])};
-    if (r ? best.token < 0 : isnan(found[1]))
+    Won best = r ? won_there(r, line, PyList_GET_SIZE(tokens)) : (Won){(long)found[3 * line], exp(found[3 * line + 1] - found[3 * line + 2])};
+    if (r ? best.token < 0 : isnan(found[3 * line + 1]))
         return NONE;
     return put(tokens, PyLong_FromLong(best.token)) && put(chances, PyFloat_FromDouble(best.share)) ? best.token : FAILED;
 }
@@ -129,9 +129,10 @@ static long guess(const double *found, Races *r, long line, PyObject *tokens, Py
 /* Is one more wanted? -1: asking failed. */
 static int wanted(PyObject *on, PyObject *chances, int known)
 {
-    PyObject *given[] = {PyList_GET_ITEM(chances, PyList_GET_SIZE(chances) - 1), Py_True}, *told = PyObject_Vectorcall(on, given, known ? 2 : 1, NULL);
+    PyObject *given[] = {Py_NewRef(PyList_GET_ITEM(chances, PyList_GET_SIZE(chances) - 1)), Py_True}, *told = PyObject_Vectorcall(on, given, known ? 2 : 1, NULL);
     int more = told ? PyObject_IsTrue(told) : -1;
     Py_XDECREF(told);
+    Py_DECREF(given[0]);
     return more;
 }
 
@@ -150,15 +151,14 @@ static PyObject *guessed(PyObject *self, PyObject *const *given, Py_ssize_t coun
     }
     if (given[1] != Py_None && !races_of(given[1], &r))
         return NULL;
-    count = PyList_GET_SIZE(given[4]);
     for (Py_ssize_t i = 0;; ++i) {
         long line = line_of(given[3], i, places), token;
         int known, more;
-        if (line < 0 || (token = guess(found + 3 * line, given[1] == Py_None ? NULL : &r, line, given[5], given[6])) == FAILED)
+        if (line < 0 || (token = guess(found, given[1] == Py_None ? NULL : &r, line, given[5], given[6])) == FAILED)
             return NULL;
         if (token == NONE)
             return PyLong_FromLong(NONE);
-        known = i < count && PyLong_AsLong(PyList_GET_ITEM(given[4], i)) == token;
+        known = i < PyList_GET_SIZE(given[4]) && PyLong_AsLong(PyList_GET_ITEM(given[4], i)) == token;
         more = PyErr_Occurred() ? -1 : PySet_Contains(given[8], PyList_GET_ITEM(given[5], PyList_GET_SIZE(given[5]) - 1));
         more = more < 0 ? -1 : !more && PyList_GET_SIZE(given[5]) < most;
         if (more > 0 && given[9] != Py_None)

@@ -239,7 +239,7 @@ class StepRecord:
     discarded tokens, nodes drafted and then left out (`trimmed`). `seconds`: per stage; `draft NAME` is one drafter's, `look` what
     drafters took to read what is new before they were asked.
     `reason`: a code for why the plan was what it was. By model: `forward`, the seconds its forwards took, which stages
-    include; `tiers`, what served its last one (compiled, or eager and why; `step`: interpreted or generated code; `host`: native, or Python and why). `levels`: per drafter, the steps it
+    include; `tiers`, what served its last one (compiled, what it does without if anything, or eager and why; `step`: interpreted or generated code; `host`: native, or Python and why). `levels`: per drafter, the steps it
     took: how deep it was let go, less the levels that it found without one. `draft`: all that was drafted, without distributions; `kept`: which of its nodes were verified; `tokens`: what
     came out, per row.
     """

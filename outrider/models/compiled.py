@@ -31,6 +31,8 @@ from outrider.models.package import Package, seconds_of, seconds_of_each
 from outrider.models.step import Prefill, Step
 
 VERSION = 10  # of what is built here: raise it when a package of before must not be used
+COMPILED = "compiled"  # the tier that records say
+WITHOUT = f"{COMPILED}:without-"  # the same, and what of it is slower than it might be
 PREFILL = "prefill"
 STEPS, SHAPES = ("any", "one"), ("any", "one", PREFILL)  # those that tell logits; all, in the order in which they are built
 BUILDER = "outrider.models.builder"  # the module that a process runs to build them
@@ -91,14 +93,15 @@ def worth_freezing(weights: int, free: int) -> tuple[str, ...]:
 
 
 class Compiled:
-    """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`."""
+    """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`; `tier`, what serves where one is: one for all
+    of its steps, for costs are kept by it."""
 
     def __init__(self, recipe: Recipe, step: Step) -> None:
         self.recipe, self.step = recipe, step
         self.new = not recipe.quick()  # never seen here: to look for its packages takes reading its weights, and can wait for its first token
         self.found: Path | None = None
         self.packages: dict[str, Package] = {}
-        self.reason, self.looked = "eager:building", 0.0
+        self.reason, self.tier, self.looked = "eager:building", COMPILED, 0.0
         self.misses, self.singles, self.steady = 0, 1 << 30, 0.0
         self.placed, self.trusted = time.monotonic(), SOON
         if not self.new:
@@ -230,6 +233,8 @@ class Compiled:
                 _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
             return
         if package.note:
+            if shape in STEPS:
+                self.tier = f"{WITHOUT}own-kernels"
             _say_once(
                 f"compiled steps of {self.recipe.folder} have torch's kernels, which are slower: the house's could not be built ({package.note})"
             )

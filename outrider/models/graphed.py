@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import MAX_NODES
-from outrider.models.compiled import example
+from outrider.models.compiled import COMPILED, WITHOUT, example
 from outrider.models.joined import Form, apart, join, multiplied, worth_joining
-from outrider.models.package import COMPILED
 from outrider.models.step import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, MAX_NODES)
@@ -46,7 +45,7 @@ def sizes(capacity: int) -> list[int]:
 
 
 class Graphs:
-    """The graphs of one model's steps. `tier`: what records say of them, `compiled:without-...` where a better form did not serve."""
+    """The graphs of one model's steps. `tier`: what records say, of those without a better form from the moment on at which that did not serve."""
 
     bytes, independent = 0, False
 
@@ -175,7 +174,7 @@ class Graphs:
     def _without(self, name: str, why: Exception) -> None:
         """From now on graphs are of other kernels, and records say so."""
         self.better.pop(name, None)
-        self.tier = f"{COMPILED}:without-{name.replace(' ', '-')}"
+        self.tier = (WITHOUT if self.tier == COMPILED else f"{self.tier}+") + name.replace(" ", "-")
         log.warning("a step does without %s, and its CUDA graphs are slower for it: %s", name, (str(why) or repr(why)).split("\n")[0])
 
 

@@ -37,8 +37,8 @@ STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
 @dataclass(slots=True)
 class Meter:
-    """Seconds a model's forwards took since they were last taken, and what served the last one: `compiled` (of CUDA graphs
-    with what they do without, if anything failed), or `eager` and why. On a GPU forwards run on after they were asked for; there it is the time of asking."""
+    """Seconds a model's forwards took since they were last taken, and what served the last one: `compiled`, `compiled:without-` what
+    could not be had of it, or `eager` and why. On a GPU forwards run on after they were asked for; there it is the time of asking."""
 
     tier: str = "eager:off"
     seconds: float = 0.0
@@ -216,7 +216,7 @@ class HFModel:
         if self.compiled is None:
             return self._eager(block, last)
         package = self.compiled.get(*_size(block))
-        self.meter.tier = package.tier if package else self.compiled.reason
+        self.meter.tier = self.compiled.tier if package else self.compiled.reason
         if package is None:
             return self._eager(block, last)
         start = time.perf_counter()

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from outrider.models import pages
 
-COMPILED = "compiled"  # what serves a step that is not eager, as records say it
-SLOWER = f"{COMPILED}:without-own-kernels"
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 
 
@@ -47,11 +45,6 @@ class Package:
         self.shares = bool(self.weights) and own == 0
         about = self.loader.get_metadata()
         self.independent, self.note = INDEPENDENT.items() <= about.items(), about.get("note", "")
-
-    @property
-    def tier(self) -> str:
-        """What records say of a step that it served."""
-        return SLOWER if self.note else COMPILED
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         before = torch.get_num_threads()

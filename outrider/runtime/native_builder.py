@@ -19,10 +19,11 @@ import torch
 from outrider.control.fixed import fixed
 from outrider.core import cache
 from outrider.core.noise import RowNoise
-from outrider.core.sampling import READ, Settings, raced
+from outrider.core.sampling import READ, Race, Settings, raced
 from outrider.core.types import Draft, Plan, Request, SamplingParams, Sequence
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
+from outrider.models.chain import Chain
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import BUILDER, HERE, KINDS, RACES, SWITCH, host, place, sources
@@ -114,7 +115,7 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None = Non
 
 
 def witness() -> list[list[int]]:
-    """Texts of a table model, greedy and by both rules, with both kinds of drafters, and winners of races: the same, whoever runs them."""
+    """Texts of a table model, greedy and by both rules, with both kinds of drafters, winners of races, and chains of guesses: the same, whoever runs them."""
     texts = []
     for rule, temperature, width in (("coupled", 0.0, 2), ("coupled", 0.8, 2), ("exact", 0.8, 1)):
         target, small = (ToyModel(VOCAB, 1, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))
@@ -125,7 +126,7 @@ def witness() -> list[list[int]]:
         while engine.step():
             pass
         texts += [seq.tokens for seq in seqs]
-    return texts + [_raced(dtype) for dtype in READ]
+    return texts + [_raced(dtype) for dtype in READ] + [_guessed()]
 
 
 def _raced(dtype: torch.dtype) -> list[int]:
@@ -133,9 +134,24 @@ def _raced(dtype: torch.dtype) -> list[int]:
     told = list[int]()
     for vocab, scale, warmth in itertools.product((1, 7, 300, 5000), (0.3, 8.0), (0.7, 1.0)):
         logits = scale * torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
-        settings = Settings.of([Sequence(Request("", (1, 2), SamplingParams(temperature=warmth), 1, "coupled"), [1, 2])])
-        told += [raced(logits.to(dtype), at, -1, Draft(1), settings, RowNoise((at,), (0,), (2,)))[0] for at in range(3)]
+        told += [raced(logits.to(dtype), at, -1, Draft(1), _drawn(warmth), RowNoise((at,), (0,), (2,)))[0] for at in range(3)]
     return told
+
+
+def _guessed() -> list[int]:
+    """Chains over random logits, of what is likeliest and of what is drawn, which they come to foresee; and what of them was computed."""
+    told = list[int]()
+    for seed, drawn in itertools.product(range(20), (False, True)):
+        logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(seed))
+        found = torch.stack([logits.argmax(-1), logits.amax(-1), logits.logsumexp(-1)], -1).double()
+        chain = Chain(3, frozenset({4}), race=Race(Draft(1), -1, _drawn(0.7), RowNoise((seed,), (0,), (2,))) if drawn else None)
+        more = chain.read(logits, found, 4, None, logits[0, :3].argmax(-1).tolist())
+        told += [*chain.tokens, chain.scored, int(more)]
+    return told
+
+
+def _drawn(warmth: float) -> Settings:
+    return Settings.of([Sequence(Request("", (1, 2), SamplingParams(temperature=warmth), 1, "coupled"), [1, 2])])
 
 
 def main(folder: Path, later: float = 0.0) -> None:
