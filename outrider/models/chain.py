@@ -30,8 +30,8 @@ class Chain:
     scored: int = 0
 
     def read(self, logits: Tensor, found: Tensor, places: int, at: list[int] | None, hints: list[int]) -> bool:
-        """Take in what a forward over the last token and `hints` says of its `places` (logits [..., V], and what it found), `at` which those of these are; None: in
-        order. Is one more wanted?
+        """Take in what a forward over the last token and `hints` says: logits [..., V] of its `places`, and what it found there. `at`: which places are the last
+        token's and each hint's, None: these, in order. Is one more wanted?
 
         Raises OutriderError where the chain comes to logits that are no numbers.
         """
