@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean, mean, median
 from typing import Any
 
 import outrider
@@ -34,7 +34,7 @@ from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 
 PLAIN, AGAIN, ADAPTIVE, OFF = "plain", "plain again", "adaptive", "loaded, off"
-LOOKING = "looking"
+LOOKING, MEAN = "looking", "adaptive, mean"
 ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing else
 FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
@@ -159,7 +159,7 @@ def _interleaved(
     return (
         {name: {p: median(times) for p, times in by.items()} for name, by in found.items()},
         why,
-        {name: 1e6 * median(x or [0.0]) for name, x in deciding.items()},
+        {name: 1e6 * median(x or [0.0]) for name, x in deciding.items()} | {MEAN: 1e6 * mean(deciding[ADAPTIVE])},
     )
 
 
@@ -296,7 +296,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"| {name} | {c['replayed']:.3f} | {c['live']:.3f} | {c['error']:+.1%} |" for name, c in result["calibration"].items()))  # fmt: skip
     parts.append("Reasons of adaptive steps: " + ", ".join(f"{why} {n}" for why, n in sorted(result["reasons"].items(), key=lambda kv: -kv[1])) + ".")
     think, ledger = result["microseconds"], result["ledger"]
-    parts.append(f"Deciding (and trimming), median of a step: {think[ADAPTIVE]:.0f} us, of which {think[PLAIN]:.0f} are there without a controller; "
+    parts.append(f"Deciding (and trimming), median of a step: {think[ADAPTIVE]:.0f} us (mean {think[MEAN]:.0f}: it is learned some steps at a time), of which {think[PLAIN]:.0f} are there without a controller; "
                  f"lookup's reading of what is new in the text, where it was asked, {think[LOOKING]:.0f} us beside. "
                  f"Stalls {ledger['stalls']}, debts {ledger['debts']}.")  # fmt: skip
     return "\n\n".join(parts)
