@@ -14,7 +14,7 @@ import packages
 import pytest
 import torch
 from contracts import plain, request
-from packages import PAIRED, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
+from packages import OWN, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
 from tiny import tiny_folder
 
 import outrider
@@ -100,7 +100,7 @@ def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch
     assert memory_plan(folder, "float32", 2, 100, "auto").frozen == ()
 
 
-@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
 @pytest.mark.parametrize(("head", "hidden", "independent"), [(64, 64, True), (64, 48, False), (8, 64, False)])
 @pytest.mark.parametrize("threads", [1, 5])
 def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_make_them_so(
@@ -120,7 +120,7 @@ def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_
     assert not packed["aot_inductor.package_constants_in_so"] and not borrowed["aot_inductor.package_constants_in_so"]
 
 
-@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
 def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkeypatch):
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64)), []
 
@@ -139,7 +139,7 @@ def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkey
     assert any("scaled_dot" in name for name in asked[3][1])
 
 
-@pytest.mark.skipif(not PAIRED, reason="this CPU multiplies no pairs of bfloat16")
+@pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
 def test_a_product_without_a_kernel_of_the_house_s_costs_no_attention(tmp_path, monkeypatch):
     """Torch's products are let in first, torch's attention last; a model that compiles in no way is an error."""
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64)), []
@@ -171,7 +171,7 @@ def test_a_forward_that_breaks_the_graph_is_not_tried_in_other_ways(tmp_path, mo
     monkeypatch.setattr(torch.export, "export", export)
     with pytest.raises(OutriderError, match="eager:graph-break"):
         builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
-    assert len(asked) == 1 + PAIRED
+    assert len(asked) == 1 + OWN
 
 
 # --- when they are built, and why there is none

@@ -9,7 +9,7 @@ import packages
 import pytest
 import torch
 from contracts import check_scores, opened, plain, random_draft, recompute, request, run
-from packages import CLOSE, DTYPE, PAIRED, PROMPT, TWIN, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
+from packages import CLOSE, DTYPE, OWN, PROMPT, TWIN, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
 from test_pages import flags_of, linux
 
 import outrider
@@ -163,7 +163,7 @@ def test_strict_steps_of_packages_are_the_same_bits_with_and_without_a_draft(ser
     """At every width from 1 to 9 and every place in the step; one package for all of it."""
     served = serve(context)
     filled(served, 5)
-    assert served.compiled.independent == PAIRED, "steps are then as wide as they need be"
+    assert served.compiled.independent == OWN, "steps are then as wide as they need be"
     served.compiled.packages["any"].independent &= narrow
     served.pin()
     assert set(served.compiled.packages) == {"any"}
@@ -241,10 +241,10 @@ def test_weights_that_are_packed_alike_are_held_once(served, built):
     """Where Inductor packs for both packages, the narrow one has none of its own; what packages hold beside the model's weights is counted."""
     model = {w.data_ptr() for w in (*served.module.parameters(), *served.module.buffers())}
     wide, narrow = (served.compiled.packages[shape].weights for shape in ("any", "one"))
-    assert {n for n in wide if n not in narrow} == set() or not PAIRED
+    assert {n for n in wide if n not in narrow} == set() or not OWN
     assert all(w.data_ptr() == wide[n].data_ptr() for n, w in narrow.items() if n in wide and torch.equal(w, wide[n]))
     assert served.compiled.packages["one"].shares == all(n in wide or w.data_ptr() in model for n, w in narrow.items())
-    assert served.compiled.packages["one"].shares or not PAIRED
+    assert served.compiled.packages["one"].shares or not OWN
     held = {w.data_ptr(): w.nbytes for own in served.compiled.packages.values() for w in own.weights.values() if w.data_ptr() not in model}
     files = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
     carried = sum(w.nbytes for shape in SHAPES for w in package._carried(built / f"{shape}.pt2").values())

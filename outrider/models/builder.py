@@ -31,7 +31,7 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     fast = microkernel.few_rows(step.module.dtype) is not None
     how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
     ways = [*TUNED, {}] if frozen and (fast or shape == "one") else [{}]  # Inductor's products, at one row the faster in any dtype; then oneDNN's
-    attends = [own, grouped_attention] if fast and step.module.dtype == torch.bfloat16 and (own := attention.attention()) else [grouped_attention]
+    attends = [own, grouped_attention] if fast and (own := attention.attention(step.module.dtype)) else [grouped_attention]
     tries, draft, failed = list(itertools.product(attends, ways)), file.with_suffix(f".{os.getpid()}.pt2"), ""
     while tries:
         attend, way = tries.pop(0)

@@ -1,6 +1,6 @@
-"""A product of few rows by a packed matrix: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
-float32 first and take three times as long at eight rows; in float32 (AVX512, AVX2) with the sums of many rows in registers, where oneDNN's take half
-as long again at one row, or twice, and Inductor's a third longer at nine. Registered with Inductor, which packs the weights, splits the work between threads and fuses what
+"""A product of few rows by a packed matrix, the sums of many rows in registers: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
+float32 first and take three times as long at eight rows, or, on processors without (AVX2, AVX512), of pairs that are widened as they are read, where
+theirs are as slow and oneDNN's slower; in float32 (AVX512, AVX2), where oneDNN's take half as long again at one row, or twice, and Inductor's a third longer at nine. Registered with Inductor, which packs the weights, splits the work between threads and fuses what
 follows; a row's result does not depend on how many there are. In bfloat16 on a processor with tiles (AMX) Inductor takes its own kernel of them, of which the same is true.
 
 Builds on Inductor's internal interface for such kernels: where that has changed there is none, and nothing is lost.
@@ -17,6 +17,7 @@ DEEP = 16  # inputs that a block is said to take in at once, where they divide: 
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 AHEAD = 1 << 15  # bytes of weights that are asked for before they are needed
 BUSY = 5  # rows from which on: fewer wait for memory alone, which then runs ahead by itself
+PART = 256  # inputs that are widened at once, of each row: they stay near
 LINE = 64  # bytes that memory gives at once
 
 SOURCE = r"""
@@ -38,7 +39,36 @@ inline void {{kernel_name}}_rows(
                 _mm_prefetch((const char*)(B + k * ldb) + {{ahead}} + at, _MM_HINT_T1);
 {%- endif %}
 {%- endmacro %}
-{%- if pairs %}
+{%- if widened %}
+    const auto low = [](const auto* pairs) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_slli_epi32(_mm{{bits}}_loadu_si{{bits}}((const __m{{bits}}i*)pairs), 16))); };
+    const auto high = [](const auto* pairs) {
+        return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_and_si{{bits}}(_mm{{bits}}_loadu_si{{bits}}((const __m{{bits}}i*)pairs), _mm{{bits}}_set1_epi32(0xffff0000))));
+    };
+    alignas(64) float a[ROWS][{{part}}];
+    for (int64_t from = 0; from < K; from += {{part}}) {
+        const int64_t here = std::min<int64_t>({{part}}, K - from);
+        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
+            const {{input_t}}* row = A + r * lda + from;
+            int64_t i = 0;
+            for (V x; i + SIZE <= here; i += SIZE) {
+                at::vec::load_fp32_from_bf16(row + i, x);
+                x.store(a[r] + i);
+            }
+            for (; i < here; ++i) a[r][i] = row[i];
+        }
+        for (int64_t i = 0; i < here; i += 2) {
+            const int64_t k = from + i;
+            {{- ask(4 * block)}}
+            V b[COLUMNS];
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = low(B + k * ldb + 2 * SIZE * c);
+            _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(V(a[r][i]), b[c], sum[r][c]);
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = high(B + k * ldb + 2 * SIZE * c);
+            _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(V(a[r][i + 1]), b[c], sum[r][c]);
+        }
+    }
+{%- elif pairs %}
     for (int64_t k = 0; k < K; k += 2) {
         {{- ask(4 * block)}}
         __m512bh b[COLUMNS];
@@ -81,18 +111,28 @@ inline void {{kernel_name}}_rows(
 """
 
 
+def served(dtype: torch.dtype) -> bool:
+    """Are there kernels of a dtype for this CPU, as far as is known without Inductor?"""
+    return dtype in (torch.bfloat16, torch.float32) and torch.backends.cpu.get_cpu_capability() in ("AVX512", "AVX2")
+
+
+def multiplies_pairs() -> bool:
+    """Has the processor an instruction for pairs of bfloat16 (AVX512-BF16)?"""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+
+
 @functools.cache
 def few_rows(dtype: torch.dtype) -> Any:
     """The kernel of a dtype as Inductor knows them, registered there; None where there is none: other dtypes, this CPU, this torch."""
-    pairs, isa = dtype == torch.bfloat16, torch.backends.cpu.get_cpu_capability()
-    if not (torch.cpu._is_avx512_bf16_supported() and isa == "AVX512" if pairs else dtype == torch.float32 and isa in ("AVX512", "AVX2")):
+    if not served(dtype):
         return None
+    pairs, wide = dtype == torch.bfloat16, torch.backends.cpu.get_cpu_capability() == "AVX512"
     try:
         from torch._inductor import compile_fx, cpu_vec_isa, select_algorithm  # noqa: F401  (in this order: the next import is circular)
         from torch._inductor.codegen import cpp_micro_gemm
 
         inductor: Any = cpp_micro_gemm
-        wide = isa == "AVX512"
+        size = 16 if wide else 8
         block, vectors = (BLOCK, cpu_vec_isa.VecAVX512) if wide else (NARROW, cpu_vec_isa.VecAVX2)
 
         def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
@@ -100,14 +140,17 @@ def few_rows(dtype: torch.dtype) -> Any:
 
         class FewRows(cpp_micro_gemm.CppMicroGemm):
             ahead = AHEAD
+            block: int
 
             def codegen_define(self, kernel: Any) -> str:
-                size = 16 if wide else 8
                 columns = self.register_blocking.block_n
                 names = {
                     "declare_kernel": self.get_kernel_declaration(),
                     "kernel": kernel,
                     "pairs": pairs,
+                    "widened": pairs and not multiplies_pairs(),
+                    "bits": 32 * size,
+                    "part": PART,
                     "block": columns,
                     "most": SUMS[size] * size // columns,
                     "ahead": self.ahead,
@@ -121,6 +164,7 @@ def few_rows(dtype: torch.dtype) -> Any:
             def get_b_layout(self) -> Any:
                 return inductor.LayoutType.VNNI2 if pairs else inductor.LayoutType.NORMAL
 
+        FewRows.block = block
         blocks = [(8, block, DEEP), (8, block, 2)]
         shape = inductor.generate_gemm_config(vectors, blocks, input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
         inductor.register_micro_gemm(*shape)(FewRows)

@@ -29,8 +29,10 @@ from outrider.measure import machine
 from outrider.measure import profile as profiles
 from outrider.measure.cost import Costs
 from outrider.models import load as models
+from outrider.models.compiled import SHAPES
 from outrider.models.compiled import VERSION as PACKAGES
 from outrider.models.exits import EarlyExit, check
+from outrider.models.microkernel import served
 from outrider.models.vocab import check_pair
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
@@ -165,12 +167,20 @@ def _wait(made: list[Any], strict: bool) -> None:
 
 
 def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
-    """The dtype of target and drafts. auto, on a CPU: what is fastest here among the target's own and float32, which is
-    never less exact; measured once and kept."""
+    """The dtype of target and drafts. auto, on a CPU: the target's own where its steps will be compiled with the house's kernels, for half the bytes are read;
+    else what torch multiplies fastest here, that or float32, which is never less exact; measured once and kept."""
     if s.dtype != "auto" or models.pick_device(s.device).type != "cpu":
         return s.dtype
-    own = str(models.load_config(models.locate(target)).dtype or "float32").removeprefix("torch.")
-    return machine.fastest_dtype(("float32", own)) if own in ("bfloat16", "float16") else "float32"
+    folder = models.locate(target)
+    config = models.load_config(folder)
+    own = str(config.dtype or "float32").removeprefix("torch.")
+    if own not in ("bfloat16", "float16"):
+        return "float32"
+    if s.compile != "off" and served(getattr(torch, own)):
+        plan = models.memory_plan(folder, own, s.rows, models.context_of(config, s.context), s.compile, s.quantise)
+        if SHAPES[0] in plan.frozen:
+            return own
+    return machine.fastest_dtype(("float32", own))
 
 
 def _refuse_unknown(specs: list[str | Drafter]) -> None:
