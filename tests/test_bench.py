@@ -222,6 +222,8 @@ def test_the_passes_are_set_beside_one_another(monkeypatch):
     """Every contender writes every prompt of every setting; what passes save in nodes is seen even in a few tokens."""
     monkeypatch.setattr(prompts, "CATEGORIES", ("story",))
     monkeypatch.setattr(ablation, "ABROAD", ablation.ABROAD[:1])
+    sweep = ablation.profiler.sweep
+    monkeypatch.setattr(ablation.profiler, "sweep", lambda *what, **how: sweep(*what, **{**how, "patience": 0.1, "repeats": 1}))
     found = ablation.ablation(1, 6, 1, 60, lambda at: None, ("tiny", (64, 128)), compile="off", dtype="float32")
     assert set(found["table"]) == {"mixed", "long", "low acceptance"}
     for table in found["table"].values():

@@ -300,8 +300,11 @@ LAWFUL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("hot", [None, 0])
-@pytest.mark.parametrize(("made", "control"), [*((made, Told) for made in LAWFUL), ("out of order", Contrary)])
+@pytest.mark.parametrize(("made", "control", "hot"), [
+    *((made, Told, hot) for made in LAWFUL for hot in (None, 0) if made != "out of order"),
+    ("out of order", Told, None), ("out of order", Contrary, 0),
+    pytest.param("out of order", Told, 0, marks=pytest.mark.slow), pytest.param("out of order", Contrary, None, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_exact_text_of_lawful_programs(monkeypatch: pytest.MonkeyPatch, made: str, control: type[Told], hot: int | None) -> None:
     """Every way that a step can go, by enumeration: the target's distribution."""
     text = f"""outrider.program @lawful {{

@@ -49,12 +49,12 @@ def tiny_tokenizer(vocab: int = 300, *, bos: bool = True, chat: bool = True) -> 
 
 def tiny_folder(
     path: Path, seed: int = 0, vocab: int = 300, bos: bool = True, *, rows: int | None = None, chat: bool = True, jitter: float = 0.0,
-    head: int = 8, hidden: int = 32,
+    head: int = 8, hidden: int = 32, layers: int = 2,
 ) -> Path:  # fmt: skip
-    """A saved Llama of two layers. `rows`: embedding rows (padding beyond the tokenizer); `jitter`: noise added to the
+    """A saved Llama. `rows`: embedding rows (padding beyond the tokenizer); `jitter`: noise added to the
     weights of the seed, which makes drafts that agree more or less; `head`, `hidden`: dims. Padding rows do not change the others."""
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=256, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, head_dim=head,
     )  # fmt: skip
     noise, more = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
