@@ -264,9 +264,10 @@ UNFIT = [
 def test_classes_that_cannot_run_are_refused_by_name(config, name, reason, folders, tmp_path):
     module = hf.AutoModelForCausalLM.from_config(config)
     refused(lambda: loading.wrap(module, "odd one", "v"), "odd one", name, reason)
-    module.save_pretrained(tmp_path)
-    refused(lambda: outrider.load(tmp_path, []), name, reason)
-    refused(lambda: outrider.load(folders["target"], [f"model:{tmp_path}"]), name, reason)
+    for dtype in (torch.float32, torch.bfloat16):
+        module.to(dtype).save_pretrained(tmp_path)
+        refused(lambda: outrider.load(tmp_path, []), name, reason)
+        refused(lambda: outrider.load(folders["target"], [f"model:{tmp_path}"]), name, reason)
 
 
 def test_a_model_with_a_broken_mask_fails_the_load_time_check(folders, monkeypatch):

@@ -76,7 +76,7 @@ def blind(monkeypatch):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("depth", [2, 4, 7])
+@pytest.mark.parametrize("depth", [2, pytest.param(4, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize("noise", [0.05, 0.4])
 def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noise, request, monkeypatch, blind):
     """Token for token and score for score, over a whole text, on the host and on the device: caches of nodes that others had guessed too are found again."""

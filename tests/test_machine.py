@@ -182,11 +182,15 @@ def test_a_half_checkpoint_takes_what_is_faster_here(folders, measured, monkeypa
     assert {dtype for dtype, _ in measured} == {torch.float32, getattr(torch, own)}
 
 
-@pytest.mark.parametrize(("isa", "free", "own", "want"), [
-    ("AVX2", 1 << 33, "bfloat16", "bfloat16"), ("AVX512", 1 << 33, "bfloat16", "bfloat16"), ("AVX2", 1 << 33, "float16", "float32"),
-    ("DEFAULT", 1 << 33, "bfloat16", "float32"), ("AVX2", 0, "bfloat16", "float32")])  # fmt: skip
-def test_a_bfloat16_checkpoint_stays_where_its_steps_are_compiled_with_the_house_s_kernels(folders, measured, monkeypatch, isa, free, own, want):
-    """What torch's own products take is then no matter: here they are slow. Where memory has no room for packed weights they count, and where there are no kernels."""
+@pytest.mark.parametrize(("isa", "free", "compiler", "own", "want"), [
+    ("AVX2", 1 << 33, "g++", "bfloat16", "bfloat16"), ("AVX512", 1 << 33, "g++", "bfloat16", "bfloat16"), ("AVX2", 1 << 33, "g++", "float16", "float32"),
+    ("DEFAULT", 1 << 33, "g++", "bfloat16", "float32"), ("AVX2", 0, "g++", "bfloat16", "float32"), ("AVX2", 1 << 33, None, "bfloat16", "float32")])  # fmt: skip
+def test_a_bfloat16_checkpoint_stays_where_its_steps_are_compiled_with_the_house_s_kernels(
+    folders, measured, monkeypatch, isa, free, compiler, own, want
+):
+    """What torch's own products take is then no matter: here they are slow. They count where memory has no room for packed weights, and where there are no kernels
+    or nobody to compile them."""
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: compiler)
     monkeypatch.setitem(SECONDS, getattr(torch, own), 8.0)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: isa)
     monkeypatch.setattr("outrider.models.load.psutil.virtual_memory", lambda: SimpleNamespace(available=free))

@@ -1,5 +1,5 @@
-"""The C++ of attention, as templates of Inductor's: tiles of 64 slots, laid out once for all rows that share a key head and multiplied by the kernel that multiplies
-weights. PAIRS: in bfloat16, for processors that multiply pairs (AVX512-BF16, tiles). FLOATS: in float32 inside, whatever comes in, for all others.
+"""The C++ of attention, as templates of Inductor's: tiles of 64 slots, laid out once for 16 rows that share a key head and multiplied by the kernel that multiplies
+weights. PAIRS: in bfloat16, for processors that multiply pairs (AVX512-BF16, tiles). FLOATS: in float32 inside, of bfloat16 and float32, for others.
 
 Both keep a row's greatest score and the sums over it (Milakov & Gimelshein 2018, as in FlashAttention, 2205.14135), in one order, whatever stands beside.
 """
@@ -171,7 +171,7 @@ static inline void {{name}}_weigh(float* s, const {{type}}* mask, int64_t here, 
         e.store(s + S * i);
     }
     if (*top != now) {
-        const float fade = std::exp(*top - now);
+        const float fade = *top - now < -87.f ? 0.f : std::exp(*top - now);
         *sum *= fade;
         for (int64_t d = 0; d < {{dims}}; d += S) (V::loadu(o + d) * V(fade)).store(o + d);
     }

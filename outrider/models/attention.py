@@ -18,23 +18,23 @@ from outrider.models.step import grouped_attention
 
 BLOCK = 64  # slots of a tile, and dims of a product
 WIDEST = 256  # dims of a head: tiles lie on the stack
-DTYPES = torch.bfloat16, torch.float32
 
 
 def attention(dtype: torch.dtype) -> Callable[..., tuple[Tensor, None]] | None:
-    """An attention function for transformers that packages of this dtype may be built with; None where this CPU or this torch cannot, and for float32 where
-    pairs of bfloat16 are multiplied: not tried there."""
-    return own_attention if (dtype == torch.bfloat16 or (dtype == torch.float32 and not multiplies_pairs())) and _taught() else None
+    """An attention function for transformers that packages of this dtype may be built with; None where this CPU or this torch cannot."""
+    return own_attention if dtype in _dtypes() and None not in map(few_rows, _dtypes()) and _taught() else None
+
+
+def _dtypes() -> tuple[torch.dtype, ...]:
+    """What there is attention for; in float32 where bfloat16 is multiplied in it, too: elsewhere it was not tried."""
+    return (torch.bfloat16,) if multiplies_pairs() else (torch.bfloat16, torch.float32)
 
 
 @functools.cache
 def _taught() -> bool:
     """Does Inductor make code of `attend` from now on?"""
-    kernels = {dtype: few_rows(dtype) for dtype in DTYPES}
-    if None in kernels.values():
-        return False
     try:
-        _teach(_operator(), kernels)
+        _teach(_operator())
     except (ImportError, AttributeError, TypeError):
         return False
     return True
@@ -46,7 +46,7 @@ def own_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """As `step.grouped_attention`, which serves what this does not: other dtypes, heads of other than 64, 128, 192 or 256 dims, none masked."""
     b, h, w, d = query.shape
-    known = attention_mask is not None and attention_mask.dtype == query.dtype and query.dtype in DTYPES and value.shape[-1] == d
+    known = attention_mask is not None and attention_mask.dtype == query.dtype and query.dtype in _dtypes() and value.shape[-1] == d
     if not known or d % BLOCK or d > WIDEST:
         return grouped_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     folded = query.clone(memory_format=torch.contiguous_format).view(b, key.shape[1], h // key.shape[1] * w, d)
@@ -66,7 +66,7 @@ def _operator() -> Any:
     return torch.ops.outrider.attend.default
 
 
-def _teach(operator: Any, kernels: dict[torch.dtype, Any]) -> None:
+def _teach(operator: Any) -> None:
     """Teach Inductor to make code of `attend`."""
     from torch._inductor import ir
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmAMX
@@ -77,9 +77,9 @@ def _teach(operator: Any, kernels: dict[torch.dtype, Any]) -> None:
     def _inside(dtype: torch.dtype) -> tuple[str, Any, torch.dtype, Any]:
         """Its template; the kernel that multiplies there, in which dtype, and its blocks."""
         if dtype == torch.float32 or not multiplies_pairs():
-            return FLOATS, kernels[torch.float32], torch.float32, GemmBlocking(8, kernels[torch.float32].block, 1)
+            return FLOATS, few_rows(torch.float32), torch.float32, GemmBlocking(8, few_rows(torch.float32).block, 1)
         tiles = torch.cpu._is_amx_tile_supported()
-        return PAIRS, CppMicroGemmAMX if tiles else kernels[dtype], dtype, GemmBlocking(16, 32, 32) if tiles else GemmBlocking(8, BLOCK, 2)
+        return PAIRS, CppMicroGemmAMX if tiles else few_rows(dtype), dtype, GemmBlocking(16, 32, 32) if tiles else GemmBlocking(8, BLOCK, 2)
 
     class Attend(CppTemplate):
         def __init__(self, inputs: list[Any], layout: Any, scale: float) -> None:

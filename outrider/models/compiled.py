@@ -92,6 +92,11 @@ def worth_freezing(weights: int, free: int) -> tuple[str, ...]:
     return SHAPES[: min(len(SHAPES), free // 4 // max(weights, 1))]
 
 
+def has_compiler() -> bool:
+    """Is there a C++ compiler to build packages with?"""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 class Compiled:
     """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`; `tier`, what serves where one is: one for all
     of its steps, for costs are kept by it."""
@@ -106,7 +111,7 @@ class Compiled:
         self.placed, self.trusted = time.monotonic(), SOON
         if not self.new:
             self.look()
-        if self.reason == "eager:building" and shutil.which(os.environ.get("CXX", "g++")) is None and not self._whole():
+        if self.reason == "eager:building" and not has_compiler() and not self._whole():
             self.reason = "eager:no-compiler"
             _say_once("no C++ compiler (g++) was found: model steps run eagerly, several times slower than compiled ones")
 

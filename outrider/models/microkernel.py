@@ -86,9 +86,13 @@ inline void {{kernel_name}}_rows(
     for (int64_t k = 0; k < K; ++k) {
         {{- ask(4 * block)}}
         V b[COLUMNS];
+{%- if unpacked %}
+        _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) at::vec::load_fp32_from_bf16(B + k * ldb + SIZE * c, b[c]);
+{%- else %}
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = V::loadu(B + k * ldb + SIZE * c);
+{%- endif %}
         _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
-            const V a(A[r * lda + k]);
+            const V a(static_cast<float>(A[r * lda + k]));
             _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(a, b[c], sum[r][c]);
         }
     }
@@ -111,7 +115,7 @@ inline void {{kernel_name}}_rows(
 """
 
 
-def served(dtype: torch.dtype) -> bool:
+def has_kernels(dtype: torch.dtype) -> bool:
     """Are there kernels of a dtype for this CPU, as far as is known without Inductor?"""
     return dtype in (torch.bfloat16, torch.float32) and torch.backends.cpu.get_cpu_capability() in ("AVX512", "AVX2")
 
@@ -124,7 +128,7 @@ def multiplies_pairs() -> bool:
 @functools.cache
 def few_rows(dtype: torch.dtype) -> Any:
     """The kernel of a dtype as Inductor knows them, registered there; None where there is none: other dtypes, this CPU, this torch."""
-    if not served(dtype):
+    if not has_kernels(dtype):
         return None
     pairs, wide = dtype == torch.bfloat16, torch.backends.cpu.get_cpu_capability() == "AVX512"
     try:
@@ -144,11 +148,13 @@ def few_rows(dtype: torch.dtype) -> Any:
 
             def codegen_define(self, kernel: Any) -> str:
                 columns = self.register_blocking.block_n
+                unpacked = pairs and self.pack_vnni_B_locally  # a matrix that is no weight, as batched products may have
                 names = {
                     "declare_kernel": self.get_kernel_declaration(),
                     "kernel": kernel,
-                    "pairs": pairs,
-                    "widened": pairs and not multiplies_pairs(),
+                    "pairs": pairs and not unpacked,
+                    "unpacked": unpacked,
+                    "widened": pairs and not unpacked and not multiplies_pairs(),
                     "bits": 32 * size,
                     "part": PART,
                     "block": columns,

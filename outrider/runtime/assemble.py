@@ -29,10 +29,10 @@ from outrider.measure import machine
 from outrider.measure import profile as profiles
 from outrider.measure.cost import Costs
 from outrider.models import load as models
-from outrider.models.compiled import SHAPES
+from outrider.models.compiled import SHAPES, has_compiler
 from outrider.models.compiled import VERSION as PACKAGES
 from outrider.models.exits import EarlyExit, check
-from outrider.models.microkernel import served
+from outrider.models.microkernel import has_kernels
 from outrider.models.vocab import check_pair
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
@@ -173,10 +173,11 @@ def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
         return s.dtype
     folder = models.locate(target)
     config = models.load_config(folder)
+    models.refuse_unfit(config, folder.name)
     own = str(config.dtype or "float32").removeprefix("torch.")
     if own not in ("bfloat16", "float16"):
         return "float32"
-    if s.compile != "off" and served(getattr(torch, own)):
+    if s.compile != "off" and has_kernels(getattr(torch, own)) and has_compiler():
         plan = models.memory_plan(folder, own, s.rows, models.context_of(config, s.context), s.compile, s.quantise)
         if SHAPES[0] in plan.frozen:
             return own
