@@ -40,6 +40,8 @@ def survives(mutant: dict[str, str]) -> str | None:
 
 def main(picks: list[str]) -> int:
     mutants = [m for f in sorted((HERE / "mutants").glob("*.toml")) for m in tomllib.loads(f.read_text())["mutant"]]
+    if unknown := sorted(set(picks) - {m["pitfall"] for m in mutants}):
+        sys.exit(f"there are no bugs of {', '.join(unknown)}: the codes stand in {HERE / 'mutants'}/*.toml")
     mutants = [m for m in mutants if not picks or m["pitfall"] in picks]
     for mutant in [m for m in mutants if m.get("needs") not in (None, *HAS)]:
         print(f"{mutant['pitfall']:4} left    {mutant['about']}: this processor has no {mutant['needs']}")
