@@ -125,7 +125,11 @@ def test_strict_text_is_the_same_with_and_without_drafts(sampling):
     assert rt.engine.target.compiled.graphs
 
 
-@pytest.mark.parametrize("plan, most", [((), 1), ((("lookup", 4, 1),), 1), ((("model", 4, 1),), 2)], ids=["plain", "lookup", "model"])
+@pytest.mark.parametrize(
+    "plan, most",
+    [((), 1), ((("lookup", 4, 1),), 1), ((("model", 4, 1),), 1), ((("lookup", 4, 1), ("model", 8, 1)), 1)],
+    ids=["plain", "lookup", "model", "union"],
+)
 def test_a_step_waits_for_the_device_seldom(plan, most):
     rt, prompt = served(dtype="float32"), prompts.load("summarise_copy")[0]
     with planned(rt, *plan):

@@ -281,6 +281,26 @@ def test_views_of_one_block_are_written_as_tensors_apart():
     assert all(bool((x == n).all()) for n, x in enumerate(rows))
 
 
+def test_joined_kernels_are_in_one_piece_and_one_code_serves_all_widths_and_slots(monkeypatch):
+    """What Dynamo cannot read parts a graph in two, and a size that was taken for a constant is code made again: both are slow, and to be seen in no result."""
+    pieces: list[int] = []
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda form, options=None, **how: compile(form, backend=lambda graph, _: pieces.append(len(graph.graph.nodes)) or graph.forward, **how),
+    )
+    model = wrap(zoo.module("llama", dtype=torch.bfloat16), "target", "zoo", context=300)
+    rows = joined.apart(model.store.rows(0, 1))
+    with torch.inference_mode():
+        made = joined.join(model.step, rows)
+        for slots, width in itertools.product(graphed.sizes(model.store.capacity), graphed.WIDTHS[::-1]):
+            table = graphed.trial(model.step, model.store.capacity, width)
+            want, got = (run(table, torch.arange(slots), rows)[0].float() for run in (model.step, made))
+            assert float((got - want).square().mean().sqrt()) <= 0.05 * float(want.std())
+    assert len(pieces) == 2, "one column, and any number"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "float32")])
 def test_joined_kernels_give_what_the_step_gives(name, dtype):

@@ -12,7 +12,7 @@ from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.config import nearest
 from outrider.core.sockets import Controller
-from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
+from outrider.core.types import MAX_NODES, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import Costs
 
 DYNAMIC_CAP, DYNAMIC_THRESHOLD = 20, 0.4
@@ -60,6 +60,11 @@ class MovingAverage:
     def on(self, score: float, free: bool = False) -> bool:
         return True
 
+    def blind(self, name: str) -> int:
+        return MAX_NODES
+
+    def went(self, name: str, draft: Draft, frontier: Places) -> None: ...
+
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         return tree.survival(draft)
 
@@ -97,6 +102,11 @@ class Bandit:
 
     def on(self, score: float, free: bool = False) -> bool:
         return True
+
+    def blind(self, name: str) -> int:
+        return MAX_NODES
+
+    def went(self, name: str, draft: Draft, frontier: Places) -> None: ...
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         return tree.survival(draft)

@@ -2,12 +2,14 @@
 verified. The interpreter and generated code use the same pieces."""
 
 from dataclasses import replace
+from typing import Any
 
 from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
 from outrider.core.types import MAX_NODES, POINT, Draft, Places, Sequence
 
 VEILED = -1  # no token
+QUEUED = "depth:queued"  # why all of a draft is verified: it was under way before anybody knew what of it would do
 
 
 def allowed(seq: Sequence, drafter: str) -> bool:
@@ -102,12 +104,14 @@ def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Place
 def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule: str, ask: bool, weigh: bool) -> Done:
     """What nearly all steps are: one row, which asks for nothing; drafters (name, depth, width) in turn from its root; what is verified of all that they said. `ask`:
     the controller, before every level; `weigh`: it leaves out nodes."""
-    full, levels, reason = tree.empty(1), dict[str, int](), now.reason
-    for name, depth, width in asked:
-        full = down(parts, now, full, levels, name, depth, width, ask)
+    full, levels, reason, last = tree.empty(1), dict[str, int](), now.reason, len(asked)
+    for i, (name, depth, width) in enumerate(asked, 1):
+        full = down(parts, now, full, levels, name, depth, width, ask, last=i == last)
     nodes = list(range(len(full)))
     if weigh:
         nodes, reason = weighed(parts, now, full, nodes)
+        if len(nodes) < len(full) and _queued(parts):
+            nodes, reason = list(range(len(full))), QUEUED
     draft = full if len(nodes) == len(full) else tree.select(full, nodes)
     now.clock.mark("draft")
     scores = parts.target.score(now.seqs, full, [-1, *nodes])
@@ -115,26 +119,36 @@ def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule:
     return Done(full, nodes, draft, levels, reason, scores, accept(draft, scores, now.settings, now.noise, rule))
 
 
-def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str, depth: int, width: int, ask: bool) -> Draft:
+def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str, depth: int, width: int, ask: bool, last: bool = False) -> Draft:
     """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before every level;
-    `levels` takes how deep it went, less what took no step of its own."""
+    `levels` takes how deep it went, less what took no step of its own. The `last` drafter's guesses may be on their way to the target before the host knows them;
+    nothing is added to those."""
     seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], rooms(now.seqs)[0]
-    frontier, level, saved = [-1], 0, 0
-    while level < depth and frontier:
+    frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and getattr(drafter, "queues", False) and hasattr(parts.target, "queue")
+    while level < depth and frontier and not (queues and _queued(parts)):
         frontier = parts.controller.more(seqs, name, full, frontier) if ask else frontier
         if not frontier or room <= level:
             break
         ahead = min(depth, room) - level if width == 1 else 1
-        if ask:
-            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
-        else:
-            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
+        asked: dict[str, Any] = {"on": parts.controller.on} if ask else {}
+        if queues and (blind := parts.controller.blind(name) if ask else ahead):
+            asked["target"], ahead = parts.target, min(ahead, blind)
+        full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, **asked)
         saved += getattr(drafter, "saved", 0)
         level, frontier = _lowest(full, bit, level)
     if level:
         levels[name] = max(level - saved, 1)
         now.clock.mark(f"draft {name}")
+    if queues and (queued := _queued(parts)):
+        now.clock.part("score", f"draft {name}", queued.lap.seconds)
+        if ask:
+            parts.controller.went(name, full, frontier)
     return full
+
+
+def _queued(parts: Parts) -> Any:
+    """What the target was asked for before the host knew the draft's last tokens, and has scored of it by now; None: nothing."""
+    return getattr(parts.target, "queued", None)
 
 
 def _lowest(full: Draft, bit: int, level: int) -> tuple[int, Places]:

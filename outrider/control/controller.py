@@ -255,6 +255,18 @@ class Adaptive:
     def on(self, score: float, free: bool = False) -> bool:
         return self.step is None or self.step.on(score, free)
 
+    def blind(self, name: str) -> int:
+        """Levels that a drafter is best let go without being asked between them; 0: too many for that."""
+        if self.step is None:
+            return AHEAD
+        levels = self.step.deep(name)
+        return levels if levels <= AHEAD else 0
+
+    def went(self, name: str, draft: Draft, frontier: Places) -> None:
+        """So it did, down to these nodes."""
+        if self.step is not None:
+            self.step.gone(name, draft, frontier)
+
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """By what was learned of the drafters; by their own scores where nothing is decided."""
         return tree.survival(draft) if self.step is None else list(self.step.survivals(draft))

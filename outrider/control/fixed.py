@@ -29,6 +29,11 @@ class Told:
     def on(self, score: float, free: bool = False) -> bool:
         return not self.asks  # who has a say is asked every time
 
+    def blind(self, name: str) -> int:
+        return 0
+
+    def went(self, name: str, draft: Draft, frontier: Places) -> None: ...
+
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         return tree.survival(draft)
 

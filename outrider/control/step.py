@@ -56,6 +56,13 @@ class Step:
             further += left[p] * chance * after
         return frontier if self._deepens(name, nodes, have, reach, further / (reach or 1.0)) else []
 
+    def deep(self, name: str) -> int:
+        """Levels that a drafter alone is best let go in these texts, by how likely its guesses were of late; in the mean of texts, where it made none yet. One that is tried
+        goes no further than tries do."""
+        row = self.rows[0]
+        chance = row.sure.get(name, self.tables.usual(name))
+        return PROBED if self.trial else self.tables.depth(self.page, name, chance, row.steps.get(name, 1.0))[1]
+
     def begins(self, name: str, draft: Draft) -> None:
         """A drafter is let go from the roots. What it says where there was no node before are the nodes."""
         self.going, self.own, self.heard = name, [] if draft.token else self.survival, False

@@ -51,7 +51,7 @@ class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
     tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
     objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter and chance of its guesses
-    (in hundredths), what it is worth by itself, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    (in hundredths), what it is worth by itself and at how many levels, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
     that pays, once asked. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
@@ -68,7 +68,7 @@ class Page:
     steady: float
     deepest: int
     cheapest: float
-    scores: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    scores: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -148,13 +148,19 @@ class Tables:
     def score(self, page: Page, name: str, chance: float, steps: float) -> float:
         """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance and take so many steps of its own, at the best
         depth; kept for the life of a page."""
+        return self.depth(page, name, chance, steps)[0]
+
+    def depth(self, page: Page, name: str, chance: float, steps: float) -> tuple[float, int]:
+        """The same, and that depth."""
         key = name, round(100 * chance), round(10 * steps)
         if key not in page.scores:
-            p, gained, best = key[1] / 100, 0.0, 0.0
+            p, gained, best, at = key[1] / 100, 0.0, 0.0, 0
             for k in range(1, LOOKED + 1):
                 gained += p**k
-                best = max(best, (1 + gained) / (page.drafting[name][steps_of(k, key[2] / 10)] + page.verify[k]))
-            page.scores[key] = best
+                worth = (1 + gained) / (page.drafting[name][steps_of(k, key[2] / 10)] + page.verify[k])
+                if worth > best:
+                    best, at = worth, k
+            page.scores[key] = best, at
         return page.scores[key]
 
     def kinds(self, page: Page, name: str) -> list[tuple[float, float]]:

@@ -64,7 +64,8 @@ class Drafter(Protocol):
         it has no guess for gets none. Places of the same step come in growing depth. At width 1 it may go on down to
         `levels` levels by itself, where that is cheaper than being asked again; whoever waits for each of its guesses then calls
         `on(score)` after one, or `on(score, True)` where the next is found already, and stops where that is False. Of such levels `saved` of the drafter, if it
-        has that, says how many took no step of their own in this call."""
+        has that, says how many took no step of their own in this call. One whose `queues` is True also takes `target`, a model that may be asked (`HFModel.queue`) to
+        score the whole draft and what is proposed before the host knows its tokens."""
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Called after every commit, also when others drafted or nobody did. Records, computes nothing."""
@@ -94,7 +95,7 @@ class Predictor(Protocol):
 class Controller(Protocol):
     """Decides at every step whether, by whom and how far to speculate. Nothing it returns can change the text. One whose
     `asks` is False only chooses: `more` and `fill` leave all as it is, `survivals` are the scores', and steps are made without
-    the first two."""
+    the first two, `blind` and `went`."""
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         """The plan of the next step, at most, and why."""
@@ -105,6 +106,12 @@ class Controller(Protocol):
     def on(self, score: float, free: bool = False) -> bool:
         """The drafter that was let go last has put a node of this score below its latest, by itself: may it put another, which is `free` if it took no step to
         find? False: not before `more` was asked."""
+
+    def blind(self, name: str) -> int:
+        """Levels that the drafter that `more` has let go may go without being asked between them, and be verified as they are; 0: that is not known."""
+
+    def went(self, name: str, draft: Draft, frontier: Places) -> None:
+        """So it did; these are its deepest nodes."""
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """Per node, the chance that it and all before it are accepted: what grows out of order grows where it is largest. The list

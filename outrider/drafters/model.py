@@ -37,6 +37,11 @@ class ModelDrafter:
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
         self.model, self.name, self.vocab, self.saved = model, name, vocab or model.spec.vocab_size, 0
 
+    @property
+    def queues(self) -> bool:
+        """Are its guesses made on a device, with a cache of their own, so that others may read them there?"""
+        return not near(self.model.spec.device) and getattr(self.model, "own", False)
+
     def begin(self, seq: Sequence) -> None:
         self.model.open(seq)
 
@@ -58,6 +63,7 @@ class ModelDrafter:
         noise: RowNoise,
         levels: int = 1,
         on: On | None = None,
+        target: Model | None = None,
     ) -> Draft:
         self.saved = 0
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
@@ -65,8 +71,9 @@ class ModelDrafter:
             return draft
         one = width == 1 and self.model.spec.vocab_size <= self.vocab
         simple = settings.raw and one
-        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings)) > 1:
-            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on)
+        asks = on is not None and target is None
+        if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings, asks)) > (target is None):
+            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on, target)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
             tokens, logp = decided(scores)
@@ -90,27 +97,29 @@ class ModelDrafter:
         raced = noise.race(logq, tree.row_of(frontier, draft), tree.depth_of(frontier, draft) + 1)
         return self._points(draft, frontier, raced, width, source)
 
-    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings) -> int:
-        """Levels that are drafted at once: a few on a device for which the host would have to wait at each; else all, if the request asks for
-        no floor, which is looked at between calls. Whose guesses are drawn from what the
-        verdict must know (`exact`), or elsewhere than here, goes level by level."""
-        if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain"):
-            return 1
+    def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings, asks: bool) -> int:
+        """Levels that are drafted at once: if one `asks` between them, on a device for which the host would have to wait at each only a few; else all, if the request asks
+        for no floor, which is looked at between calls. 0: whose guesses are drawn from what the verdict must know (`exact`), or elsewhere than here, goes
+        level by level."""
+        if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain") or not (settings.raw or settings.coupled[0]):
+            return 0
         levels = min(levels, self.model.spec.context - self._end(seqs, draft, frontier[0]))
-        if not near(self.model.spec.device):
-            return min(levels, AHEAD) if settings.raw else 1
-        if not (settings.raw or settings.coupled[0]):
-            return 1
-        return 1 if seqs[0].request.limits.floor else levels
+        if seqs[0].request.limits.floor:
+            levels = 1
+        if near(self.model.spec.device):
+            return levels
+        return 0 if not settings.raw else min(levels, AHEAD) if asks else levels
 
     def _chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
-        on: On | None,
+        on: On | None, target: Model | None,
     ) -> Draft:  # fmt: skip
-        """Tokens below a place, found one after the other: the likeliest, or who wins the races there."""
+        """Tokens below a place, found one after the other: the likeliest, or who wins the races there. The target's verdict on them is asked for before they are known,
+        if one is given."""
         race = None if settings.raw else Race(draft, place, settings, noise)
         ahead = self._foreseen(seqs, draft, place) if levels > 1 and near(self.model.spec.device) else None
-        found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead)  # type: ignore[attr-defined]
+        behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens)  # type: ignore[attr-defined]
+        found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead, behind)  # type: ignore[attr-defined]
         self.saved = len(found) - steps
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
         made = tree.run(draft, place, tokens, source, scores[: len(tokens)])
@@ -119,7 +128,8 @@ class ModelDrafter:
         nodes = tree.below(made, place, tokens) if len(made) < first + len(tokens) else []
         names = dict(enumerate(nodes, first))  # others had guessed the same
         names |= {n: ~n for n in range(first + len(tokens), first + len(found))}  # past the end: computed, and no nodes
-        self.model.rename(seqs[0], names)  # type: ignore[attr-defined]
+        for model in (self.model, target) if getattr(target, "queued", None) else (self.model,):
+            model.rename(seqs[0], names)  # type: ignore[union-attr]
         return made
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import Race
 from outrider.core.types import Draft, On, Outcome, Places, Scores, Sequence
-from outrider.models.hf import Ahead, Guessed, HFModel, HFView
+from outrider.models.hf import Ahead, Behind, Guessed, HFModel, HFView
 from outrider.models.kv import Block
 from outrider.models.layers import decoder_layers, with_layers
 from outrider.models.step import Step
@@ -68,14 +68,15 @@ class EarlyExit(HFView):
         super().drop(seqs)
 
     def chain(
-        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, race: Race | None = None, ahead: Ahead | None = None
-    ) -> Guessed:
-        """Nothing is read ahead: what was computed is known by its slot."""
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, race: Race | None = None, ahead: Ahead | None = None,
+        behind: Behind | None = None,
+    ) -> Guessed:  # fmt: skip
+        """Nothing is read ahead, and nothing runs behind it: what was computed is known by its slot."""
         self.forget([self.rows.of(seqs[~place]).index] if place < 0 else [])
         return super().chain(seqs, draft, place, levels, on, race)
 
-    def _serve(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out = super()._serve(block, last)
+    def _serve(self, block: Block, last: Tensor | None = None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = super()._serve(block, last, table)
         self._keep(block)
         return out
 

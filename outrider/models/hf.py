@@ -18,12 +18,13 @@ from torch import Tensor
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import Race, decided, near
-from outrider.core.types import Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
+from outrider.core.types import MAX_NODES, Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
 from outrider.models.chain import Chain
 from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Layout, Rows
 from outrider.models.layers import routed, windows, with_layers
+from outrider.models.queued import Lap, Queued, unknown
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
@@ -31,6 +32,7 @@ LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on ask
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
 Guessed = tuple[list[int], list[float], int]  # tokens, how likely they are, and the forwards that found them
 Ahead = Callable[[list[int], int], list[int]]  # after these tokens, at most so many that may be found next
+Behind = Callable[[Tensor], Queued | None]  # what is to run behind a chain, whose tokens [n] are on the device
 SHARED = "chunk store rows device dtype far numbers reads tables pinned".split()  # of a model and its views
 STRICT_READ = 512  # slots are read by as many as torch's attention blocks
 
@@ -50,7 +52,10 @@ class Meter:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class HFModel:
-    """A Model over a loaded transformers module, with `rows` rows of spec.context tokens."""
+    """A Model over a loaded transformers module, with `rows` rows of spec.context tokens. `queued`: the forward over the draft at hand that was asked for before its
+    tokens were known."""
+
+    own = True  # is its cache nobody else's?
 
     def __init__(self, module: Any, spec: ModelSpec, rows: int, chunk: int = 512) -> None:
         self.module, self.spec, self.chunk = module.eval(), spec, chunk
@@ -66,6 +71,7 @@ class HFModel:
         self.reads: dict[int, Tensor] = {}
         self.tables: dict[tuple[int, int], tuple[Ints, Tensor, list[Tensor]]] = {}  # that are kept, as tensors and with their row, by row and width
         self.forwards, self.computed, self.pinned = 0, 0, False
+        self.queued: Queued | None = None
         self.store.allocate(self.device, self._probe)
 
     def _probe(self, zero: Tensor) -> None:
@@ -89,6 +95,7 @@ class HFModel:
         self.rows.commit(seqs, draft, outcome)
 
     def drop(self, seqs: list[Sequence]) -> None:
+        self.queued = None
         self.rows.drop(seqs)
 
     def prefill(self, seqs: list[Sequence]) -> None:
@@ -111,6 +118,9 @@ class HFModel:
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: Any = None) -> Scores:
         """As the socket says. reusing: a view of the first layers (models.exits); what it computed in this step is not computed again."""
+        queued, self.queued = self.queued, None
+        if queued is not None and (known := queued.scores(places)) is not None:
+            return known
         self._catch_up(seqs, places)
         if reusing is not None:
             reusing.forget([row.index for s in seqs if (row := self.rows.of(s)).base < 0])  # of a step that was dropped
@@ -122,19 +132,36 @@ class HFModel:
         logits, found = outs[0]
         return Scores(logits, at=layout.at, found=found, lies=_lies(layout.blocks[0]) if near(self.spec.device) else 0)
 
+    def queue(self, seqs: list[Sequence], draft: Draft, place: int, tokens: Tensor) -> Queued | None:
+        """Ask for the scores of one row's root, draft, and a chain below one of its places whose `tokens` [n] are on this device, as nodes len(draft), len(draft) + 1, ...
+        The host does not wait. `score` has them then, if the nodes are `rename`d as they came out. None: that cannot be had here."""
+        if self.pinned or tokens.device != self.device or len(draft) + len(tokens) > MAX_NODES:
+            return None
+        self._catch_up(seqs, [-1])
+        whole = unknown(draft, place, len(tokens))
+        layout = self.rows.layout(seqs, whole, [-1, *range(len(whole))])
+        (block,), root = layout.blocks, layout.at[0] if layout.at else 0
+        lap = Lap(self.device)
+        logits, found = self._serve(block, tokens)
+        lap.stop()
+        self.queued = Queued(self.rows.of(seqs[0]), root, logits, found, lap)
+        return self.queued
+
     def chain(
-        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, race: Race | None = None, ahead: Ahead | None = None
-    ) -> Guessed:
+        self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, race: Race | None = None, ahead: Ahead | None = None,
+        behind: Behind | None = None,
+    ) -> Guessed:  # fmt: skip
         """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, their probabilities, and the forwards it took. The guesses
         are this step's scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last may not be scored. Where the host sees
         each of them, who wins the `race` is taken in place of the likeliest, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees
-        is read in the same forward: as far as it is right, more than one token is found in each, and the same ones."""
+        is read in the same forward: as far as it is right, more than one token is found in each, and the same ones. Elsewhere what is `behind` the chain is asked for before the host waits
+        for both."""
         self._catch_up(seqs, [place])
         seq = seqs[tree.row_at(draft, place)]
         if near(self.spec.device):
             return self._seen(seqs, draft, place, Chain(levels, seq.request.ends, on, race), ahead)
         assert race is None, "what only the device knows cannot be picked by the host"
-        return self._unseen(seq, self.rows.layout(seqs, draft, [place]), len(draft), place, levels)
+        return self._unseen(seq, self.rows.layout(seqs, draft, [place]), len(draft), place, levels, behind)
 
     def _seen(self, seqs: list[Sequence], draft: Draft, place: int, chain: Chain, ahead: Ahead | None) -> Guessed:
         """The host reads each token, asks, and lays out the next forward: nothing else."""
@@ -155,16 +182,18 @@ class HFModel:
             last = node + chain.scored  # the token that was found last, which is not scored
             block = self.rows.onward(seq, last, last - 1 if chain.scored else place, [chain.tokens[-1], *hints])
 
-    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int) -> Guessed:
+    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, behind: Behind | None) -> Guessed:
         """Tokens go from forward to forward on the device; the host waits once, at the end."""
-        (block,), found = layout.blocks, list[Tensor]()
-        while True:
-            logits, told = self._serve(block, found[-1][0] if found else None)
-            found.append(told[0, -1].clone())  # what a graph found lives until its next step
-            if len(found) == levels:
-                tokens, logp = decided(Scores(logits[:, -1:], found=torch.stack(found)[None]))
-                return tokens, [math.exp(x) for x in logp], len(found)
-            block, node, place = self.rows.onward(seq, node, place, [0]), node + 1, node
+        (block,), left = layout.blocks, levels - 1
+        found = [self._serve(block)[1][0, -1].clone()]  # what a graph found lives until its next step
+        if left:  # laid out, and brought over, at once
+            block = self.rows.onward(seq, node, place, [0] * left)
+            table = self._brought(block.table)
+            for n in range(left):
+                one = Block(block.first, block.table[:, n : n + 1], block.read)
+                found.append(self._serve(one, found[-1][:1], table[:, n : n + 1])[1][0, -1].clone())
+        tokens, logp = decided(Scores(found[0], found=_waited(torch.stack(found)[None], behind)))
+        return tokens, [math.exp(x) for x in logp], len(found)
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
         """Nodes that are called otherwise now."""
@@ -211,39 +240,45 @@ class HFModel:
         logits, found = [torch.cat(list(part), 1)[:, :width] for part in zip(*parts, strict=True)]
         return logits, found
 
-    def _serve(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """last: the token of the last column, where only the device knows it."""
+    def _serve(self, block: Block, last: Tensor | None = None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """last: tokens [n] of the last columns, where only the device knows them; table: the block's, if it lies there already."""
         if self.compiled is None:
-            return self._eager(block, last)
+            return self._eager(block, last, table)
         package = self.compiled.get(*_size(block))
         self.meter.tier = self.compiled.tier if package else self.compiled.reason
         if package is None:
-            return self._eager(block, last)
+            return self._eager(block, last, table)
         start = time.perf_counter()
-        logits, found = package(*self._inputs(block, last))
+        logits, found = package(*self._inputs(block, last, table))
         self.meter.seconds += time.perf_counter() - start
         return logits, found
 
     @torch.inference_mode()
-    def _eager(self, block: Block, last: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:
+    def _eager(self, block: Block, last: Tensor | None = None, table: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
-        out: tuple[Tensor, Tensor] = self.step(*self._inputs(block, last), **options)
+        out: tuple[Tensor, Tensor] = self.step(*self._inputs(block, last, table), **options)
         self.meter.seconds += time.perf_counter() - start
         return out
 
-    def _inputs(self, block: Block, last: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _inputs(self, block: Block, last: Tensor | None = None, table: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         self.forwards += 1
         rows, width = _size(block)
         self.computed += rows * width
         read = self.reads.get(block.read)
         if read is None:
             read = self.reads[block.read] = self.numbers[: block.read]
-        table, held = self._kept(block) if block.kept else (torch.from_numpy(block.table), self.store.rows(block.first, rows))
-        if self.far:
-            table = table.pin_memory().to(self.device, non_blocking=True)
+        if table is None and block.kept and not self.far:
+            table, held = self._kept(block)
+        else:
+            table, held = self._brought(block.table) if table is None else table, self.store.rows(block.first, rows)
         if last is not None:
-            table[0, -1, 0] = last
+            table[0, -len(last) :, 0] = last
         return table, read, held
+
+    def _brought(self, table: Ints) -> Tensor:
+        """A table of numbers where the model lies."""
+        made = torch.from_numpy(table)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.far else made
 
     def _kept(self, block: Block) -> tuple[Tensor, list[Tensor]]:
         at = block.first, block.kept
@@ -262,6 +297,8 @@ class HFModel:
 class HFView(HFModel):
     """Some layers of a model, as a drafter's model: reads the owner's cache, writes scratch that the owner overwrites."""
 
+    own = False
+
     def __init__(self, owner: HFModel, layers: tuple[int, ...]) -> None:
         if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= owner.spec.layers:
             raise OutriderError(
@@ -273,7 +310,7 @@ class HFView(HFModel):
         self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
         self.forwards, self.computed = 0, 0
-        self.compiled, self.meter = None, Meter(tier="eager:view")
+        self.compiled, self.queued, self.meter = None, None, Meter(tier="eager:view")
 
     def open(self, seq: Sequence) -> None:
         """The owner's row serves."""
@@ -281,6 +318,16 @@ class HFView(HFModel):
     def close(self, seq: Sequence) -> None: ...
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+
+def _waited(found: Tensor, behind: Behind | None) -> Tensor:
+    """What a chain's forwards found, [1, n, 3], in the host's memory if it has to wait for what runs behind them, too: once for both."""
+    queued = behind(found[0, :, 0]) if behind else None
+    if queued is None:
+        return found
+    both = torch.cat([found, queued.found], 1).cpu()
+    queued.found = both[:, found.shape[1] :]
+    return both[:, : found.shape[1]]
 
 
 def _lies(block: Block) -> int:
