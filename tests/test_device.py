@@ -274,8 +274,10 @@ def sequence_of(model):
         (Plan((("model", AHEAD, 1),)), {}, 1),
         (Plan((("lookup", 3, 1), ("model", 2 * AHEAD, 1))), {}, 1),
         (Plan((("model", 3, 1), ("lookup", 3, 1))), {}, 2),
+        (Plan((("lookup", 9, 1),)), {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "rule": "coupled"}, 1),
+        (Plan((("lookup", 3, 1), ("model", 5, 1))), {"temperature": 0.8, "rule": "coupled"}, 1),
     ],
-    ids=["plain", "lookup", "sampled", "exact-lookup", "coupled-lookup", "model", "union", "union-model-first"],
+    ids=["plain", "lookup", "sampled", "exact-lookup", "coupled-lookup", "model", "union", "union-model-first", "coupled-wide", "coupled-union"],
 )
 def test_a_step_asks_the_device_seldom(plan, asked, most, far, waits):
     """Once for the verdict, which a chain of the last drafter's waits for; once more where others guess after it."""

@@ -1,6 +1,7 @@
 """Verification that is asked for before the host knows the draft, as on a GPU: the same drafts, verdicts and caches, and one wait."""
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -13,7 +14,9 @@ from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told, fixed
 from outrider.control.tables import Tables
 from outrider.core import sampling, tree
-from outrider.core.types import AHEAD, MAX_NODES, Plan
+from outrider.core.errors import OutriderError
+from outrider.core.noise import RowNoise
+from outrider.core.types import AHEAD, MAX_NODES, Plan, Scores
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.measure.cost import Costs
@@ -61,21 +64,53 @@ def random_plans(seed: int) -> Told:
     return Told(lambda seqs: (PLANS[int(torch.randint(len(PLANS), (), generator=dice))], "dice"))
 
 
+def rounded(found):
+    """Chances of drafted tokens are computed in another order elsewhere."""
+    records, text = found
+    return [(*r[:3], [pytest.approx(score, rel=1e-4) for score in r[3]], *r[4:]) for r in records], text
+
+
 def told(seq):
     return [(r.draft.token, r.draft.parent, r.draft.source, r.draft.score, r.levels, r.accepted, r.kept) for r in seq.records], seq.generated
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"rule": "coupled", "temperature": 0.8}, {"rule": "coupled", "temperature": 1.1, "top_p": 0.9, "top_k": 20}], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "gpt2"])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_sequence_of_plans_writes_what_it_writes_level_by_level(name, seed, asked, monkeypatch):
-    wanted = request(LOOP, "r", max_tokens=70)
+@pytest.mark.parametrize("seed", range(2))
+def test_any_sequence_of_plans_writes_what_it_writes_level_by_level(name, seed, how, asked, monkeypatch):
+    wanted = request(LOOP, "r", max_tokens=70, **how)
     found = told(run(engine(random_plans(seed), name), [wanted])[0])
     assert asked["queued"] > 5 and not asked["refused"]
     monkeypatch.setattr(ModelDrafter, "queues", False)
-    assert told(run(engine(random_plans(seed), name), [wanted])[0]) == found
+    assert told(run(engine(random_plans(seed), name), [wanted])[0]) == rounded(found)
     monkeypatch.setattr(ModelDrafter, "_ahead", lambda *asked, **more: 0)
-    assert told(run(engine(random_plans(seed), name), [wanted])[0]) == found
+    assert told(run(engine(random_plans(seed), name), [wanted])[0]) == rounded(found)
+    monkeypatch.setattr(sampling, "HOST", ("cpu",))
+    assert told(run(engine(random_plans(seed), name), [wanted])[0]) == rounded(found), "as the host decides"
     assert found[1] == plain(engine(fixed(Plan()), name).target, [wanted])[0]
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.8, "min_p": 0.1}], ids=str
+)
+def test_races_on_a_device_are_those_on_the_host(how, monkeypatch):
+    """Who wins, and how sure that is; a place that holds no number is an error, wherever it lies."""
+    seq = type("Seq", (), {"request": request(LOOP, rule="coupled", **how)})()
+    settings, noise = sampling.Settings.of([seq]), RowNoise((5,), (0,), (24,))
+    logits = 3 * torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    draft = tree.run(tree.empty(1), -1, [1, 2, 3], 1, [0.5] * 3)
+    race = sampling.Race(draft, 1, settings, noise)
+    found = race.there(logits, list(range(6)))
+    tokens, logp = sampling.decided(Scores(logits, found=found[None]))
+    monkeypatch.setattr(sampling, "HOST", ("cpu",))
+    for below in range(6):
+        token, share = race.won(logits, below, below)
+        assert tokens[below] == token and math.exp(logp[below]) == pytest.approx(share, rel=1e-5)
+    logits[2, 7] = torch.nan
+    with pytest.raises(OutriderError, match="NaN"):
+        sampling.decided(Scores(logits, found=race.there(logits, list(range(6)))[None]))
 
 
 def test_a_step_takes_one_forward_of_the_target():

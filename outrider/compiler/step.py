@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from outrider.core import tree
 from outrider.core.noise import RowNoise
-from outrider.core.sampling import Settings, decided, hosted, process, warp
+from outrider.core.sampling import Settings, decided, hosted, process, raced_there, warp, within
 from outrider.core.sockets import Controller, Drafter, Model
 from outrider.core.types import Draft, Outcome, Scores, Sequence
 from outrider.verify.exact import RULES, walk
@@ -85,10 +85,13 @@ class Done:
 
 def accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise, rule: str) -> Outcome:
     """A rule's verdict on scores of all places of a draft."""
-    if settings.raw:
+    if settings.raw or scores.raced:
         return walk(draft, decided(scores)[0])
+    places = tree.all_places(draft)
+    if rule == "coupled" and settings.bare and not settings.greedy.any() and not within(scores.computed):
+        found = raced_there(scores.logits, tree.row_of(places, draft), tree.depth_of(places, draft) + 1, settings, noise)
+        return walk(draft, decided(Scores(scores.computed, found=found[None]))[0])
     if hosted(scores.computed) and rule in KNOWN:
         return Walk(draft, scores, settings, noise, rule).outcome()
-    places = tree.all_places(draft)
     seen = process(scores.logits, places, draft, settings) if rule == "greedy" else warp(scores.logits, places, draft, settings)
     return RULES[rule]().accept(draft, seen, noise)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.noise import Races, RowNoise, races
+from outrider.core.noise import NEAR, Races, RowNoise, races
 from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Sequence
 
 HOST = ("cpu",)  # devices whose logits lie in this memory
@@ -95,6 +95,8 @@ class Settings:
     def column(self, name: str, rows: Ints, like: Tensor) -> Tensor:
         """One setting for each of `rows`, as a column [n, 1]."""
         values = [getattr(self.params[r], name) for r in rows.tolist()]
+        if values.count(values[0]) == len(values):
+            return like.new_full((len(values), 1), values[0])  # a device is told that without a wait
         return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
     def any(self, name: str, default: float) -> bool:
@@ -180,11 +182,24 @@ def warp(logits: Tensor, places: Places, draft: Draft, settings: Settings) -> Te
     return torch.where(greedy[:, None], hot, out)
 
 
-def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor:
-    """The temperature of each of `rows`, [n, 1], or of all, []; 1 where it is greedy."""
+def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor | float:
+    """The temperature of each of `rows`, [n, 1], or of all; 1 where it is greedy."""
     known = [p.temperature or 1.0 for p in settings.params]
-    values = known if len(known) == 1 else [[known[r]] for r in rows.tolist()]
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+    if known.count(known[0]) == len(known):
+        return known[0]
+    return torch.tensor([[known[r]] for r in rows.tolist()], dtype=like.dtype, device=like.device)
+
+
+def raced_there(logits: Tensor, rows: Ints, depth: Ints, settings: Settings, noise: RowNoise) -> Tensor:
+    """Who wins the races of places on a device, and how sure that is, float64 [n, 3] as `Scores.found` has it: what `raced` says of one place on the host. logits [n, V], of
+    which `rows` and how many tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = (x - x.amax(-1, keepdim=True)) / _warmth(rows, settings, x)
+    values = noise.race(_truncate(x, rows, settings).double(), rows, depth)
+    best = values.amax(-1, keepdim=True)  # NaN if any is
+    behind = values - best
+    mass = torch.where(behind >= -NEAR, behind.exp(), 0.0).sum(-1).log()
+    return torch.stack([values.argmax(-1).double(), (best - best)[:, 0], mass], -1)
 
 
 # The same of one place, on the host.
@@ -256,6 +271,11 @@ class Race:
     def won(self, logits: Tensor, at: int, below: int) -> tuple[int, float]:
         """`raced` after so many nodes."""
         return raced(logits, at, self.place, self.draft, self.settings, self.noise, below)
+
+    def there(self, logits: Tensor, below: list[int]) -> Tensor:
+        """`raced_there` of logits [n, V], each of which stands after so many nodes."""
+        row, depth = tree.row_at(self.draft, self.place), tree.depth_at(self.draft, self.place) + 1
+        return raced_there(logits, np.full(len(below), row), np.array(below) + depth, self.settings, self.noise)
 
     def asked(self, logits: Tensor) -> Races | None:
         """What machine code asks of those over some lines of a model's logits; None: it does not know how they are run."""

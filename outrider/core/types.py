@@ -146,7 +146,7 @@ class Scores:
     """Logits of the asked places. `computed` [..., V] may hold others too: `at` are the asked ones' places in it, None:
     all, in order. `found` [..., 3], as long, is what the model's own step says of each: the best token (largest logit,
     ties to the lowest id), its logit (NaN if any is), the log of the sum of exponentials; `lies`: it lies in the host's memory in one piece, and is of so many places
-    (0: that is not known). hidden [n, d] or None.
+    (0: that is not known). hidden [n, d] or None. `raced`: `found` says who won the race of each place, in place of the best token, and the chance of that.
     """
 
     computed: Tensor
@@ -154,12 +154,16 @@ class Scores:
     at: list[int] | None = None
     found: Tensor | None = None
     lies: int = 0
+    raced: bool = False
 
     @property
     def logits(self) -> Tensor:
         """[places, V], in the order of the places asked for."""
-        flat = self.computed.flatten(0, -2)
-        return flat if self.at is None else flat[self.at]
+        flat, at = self.computed.flatten(0, -2), self.at
+        if at is None:
+            return flat
+        first, after = at[0], at[0] + len(at)
+        return flat[first:after] if at == list(range(first, after)) else flat[at]  # a list of places would have to be brought to where they lie
 
 
 @dataclass(slots=True)

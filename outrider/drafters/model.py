@@ -99,8 +99,7 @@ class ModelDrafter:
 
     def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings, asks: bool) -> int:
         """Levels that are drafted at once: if one `asks` between them, on a device for which the host would have to wait at each only a few; else all, if the request asks
-        for no floor, which is looked at between calls. 0: whose guesses are drawn from what the verdict must know (`exact`), or elsewhere than here, goes
-        level by level."""
+        for no floor, which is looked at between calls. 0: whose guesses are drawn from what the verdict must know (`exact`) goes level by level."""
         if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain") or not (settings.raw or settings.coupled[0]):
             return 0
         levels = min(levels, self.model.spec.context - self._end(seqs, draft, frontier[0]))
@@ -108,7 +107,7 @@ class ModelDrafter:
             levels = 1
         if near(self.model.spec.device):
             return levels
-        return 0 if not settings.raw else min(levels, AHEAD) if asks else levels
+        return min(levels, AHEAD) if asks else levels
 
     def _chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
@@ -118,7 +117,7 @@ class ModelDrafter:
         if one is given."""
         race = None if settings.raw else Race(draft, place, settings, noise)
         ahead = self._foreseen(seqs, draft, place) if levels > 1 and near(self.model.spec.device) else None
-        behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens)  # type: ignore[attr-defined]
+        behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens, race)  # type: ignore[attr-defined]
         found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead, behind)  # type: ignore[attr-defined]
         self.saved = len(found) - steps
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)

@@ -132,9 +132,10 @@ class HFModel:
         logits, found = outs[0]
         return Scores(logits, at=layout.at, found=found, lies=_lies(layout.blocks[0]) if near(self.spec.device) else 0)
 
-    def queue(self, seqs: list[Sequence], draft: Draft, place: int, tokens: Tensor) -> Queued | None:
+    def queue(self, seqs: list[Sequence], draft: Draft, place: int, tokens: Tensor, race: Race | None = None) -> Queued | None:
         """Ask for the scores of one row's root, draft, and a chain below one of its places whose `tokens` [n] are on this device, as nodes len(draft), len(draft) + 1, ...
-        The host does not wait. `score` has them then, if the nodes are `rename`d as they came out. None: that cannot be had here."""
+        The host does not wait. `score` has them then, if the nodes are `rename`d as they came out; with who won the `race`s of their positions, if there are such. None:
+        that cannot be had here."""
         if self.pinned or tokens.device != self.device or len(draft) + len(tokens) > MAX_NODES:
             return None
         self._catch_up(seqs, [-1])
@@ -143,8 +144,11 @@ class HFModel:
         (block,), root = layout.blocks, layout.at[0] if layout.at else 0
         lap = Lap(self.device)
         logits, found = self._serve(block, tokens)
+        if race is not None:
+            before = tree.depth_at(draft, place)
+            found = race.there(logits[0], [0] * root + [depth - before for depth in (0, *whole.depth)])[None]
         lap.stop()
-        self.queued = Queued(self.rows.of(seqs[0]), root, logits, found, lap)
+        self.queued = Queued(self.rows.of(seqs[0]), root, logits, found, lap, race is not None)
         return self.queued
 
     def chain(
@@ -153,15 +157,14 @@ class HFModel:
     ) -> Guessed:  # fmt: skip
         """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, their probabilities, and the forwards it took. The guesses
         are this step's scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last may not be scored. Where the host sees
-        each of them, who wins the `race` is taken in place of the likeliest, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees
-        is read in the same forward: as far as it is right, more than one token is found in each, and the same ones. Elsewhere what is `behind` the chain is asked for before the host waits
-        for both."""
+        each of them, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees is read in the same forward: as far as it is right, more
+        than one token is found in each, and the same ones. Elsewhere what is `behind` the chain is asked for before the host waits for both. Who wins the `race` is taken
+        in place of the likeliest."""
         self._catch_up(seqs, [place])
         seq = seqs[tree.row_at(draft, place)]
         if near(self.spec.device):
             return self._seen(seqs, draft, place, Chain(levels, seq.request.ends, on, race), ahead)
-        assert race is None, "what only the device knows cannot be picked by the host"
-        return self._unseen(seq, self.rows.layout(seqs, draft, [place]), len(draft), place, levels, behind)
+        return self._unseen(seq, self.rows.layout(seqs, draft, [place]), len(draft), place, levels, race, behind)
 
     def _seen(self, seqs: list[Sequence], draft: Draft, place: int, chain: Chain, ahead: Ahead | None) -> Guessed:
         """The host reads each token, asks, and lays out the next forward: nothing else."""
@@ -182,16 +185,16 @@ class HFModel:
             last = node + chain.scored  # the token that was found last, which is not scored
             block = self.rows.onward(seq, last, last - 1 if chain.scored else place, [chain.tokens[-1], *hints])
 
-    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, behind: Behind | None) -> Guessed:
+    def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, race: Race | None, behind: Behind | None) -> Guessed:
         """Tokens go from forward to forward on the device; the host waits once, at the end."""
         (block,), left = layout.blocks, levels - 1
-        found = [self._serve(block)[1][0, -1].clone()]  # what a graph found lives until its next step
+        found = [_picked(self._serve(block), race, 0)]
         if left:  # laid out, and brought over, at once
             block = self.rows.onward(seq, node, place, [0] * left)
             table = self._brought(block.table)
             for n in range(left):
                 one = Block(block.first, block.table[:, n : n + 1], block.read)
-                found.append(self._serve(one, found[-1][:1], table[:, n : n + 1])[1][0, -1].clone())
+                found.append(_picked(self._serve(one, found[-1][:1], table[:, n : n + 1]), race, n + 1))
         tokens, logp = decided(Scores(found[0], found=_waited(torch.stack(found)[None], behind)))
         return tokens, [math.exp(x) for x in logp], len(found)
 
@@ -318,6 +321,13 @@ class HFView(HFModel):
     def close(self, seq: Sequence) -> None: ...
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+
+def _picked(out: tuple[Tensor, Tensor], race: Race | None, below: int) -> Tensor:
+    """Of what a forward put out, the last column's token and how likely it is, [3]: the likeliest, or who wins the race so many nodes below the place. What a graph found
+    lives until its next step."""
+    logits, found = out
+    return found[0, -1].clone() if race is None else race.there(logits[0, -1:], [below])[0]
 
 
 def _waited(found: Tensor, behind: Behind | None) -> Tensor:

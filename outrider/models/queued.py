@@ -44,14 +44,15 @@ class Queued:
     computed: Tensor
     found: Tensor
     lap: Lap
+    raced: bool
 
     def scores(self, places: Places) -> Scores | None:
         """Of these places: a root, then nodes. None: some were not computed."""
         order = {node: k for k, node in enumerate(self.row.scratch, self.root + 1)}
         if places[0] >= 0 or not all(n in order for n in places[1:]):
             return None
-        width = self.found.shape[1]
-        return Scores(self.computed, at=[self.root, *[order[n] for n in places[1:]]], found=self.found, lies=width if self.found.is_cpu else 0)
+        at, width = [self.root, *[order[n] for n in places[1:]]], self.found.shape[1]
+        return Scores(self.computed, at=at, found=self.found, lies=width if self.found.is_cpu else 0, raced=self.raced)
 
 
 def unknown(draft: Draft, place: int, count: int) -> Draft:
