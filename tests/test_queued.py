@@ -102,7 +102,8 @@ def test_races_on_a_device_are_those_on_the_host(how, monkeypatch):
     logits = 3 * torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     draft = tree.run(tree.empty(1), -1, [1, 2, 3], 1, [0.5] * 3)
     race = sampling.Race(draft, 1, settings, noise)
-    found = race.there(logits, list(range(6)))
+    race.foresee(3, logits)
+    found = sampling.winners(race.there(logits, list(range(6))))
     tokens, logp = sampling.decided(Scores(logits, found=found[None]))
     monkeypatch.setattr(sampling, "HOST", ("cpu",))
     for below in range(6):
@@ -110,7 +111,7 @@ def test_races_on_a_device_are_those_on_the_host(how, monkeypatch):
         assert tokens[below] == token and math.exp(logp[below]) == pytest.approx(share, rel=1e-5)
     logits[2, 7] = torch.nan
     with pytest.raises(OutriderError, match="NaN"):
-        sampling.decided(Scores(logits, found=race.there(logits, list(range(6)))[None]))
+        sampling.decided(Scores(logits, found=sampling.winners(race.there(logits, list(range(6))))[None]))
 
 
 def test_a_step_takes_one_forward_of_the_target():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from outrider.core import tree
 from outrider.core.noise import RowNoise
-from outrider.core.sampling import Settings, decided, hosted, process, raced_there, warp, within
+from outrider.core.sampling import Settings, decided, hosted, process, raced_there, warp, winners, within
 from outrider.core.sockets import Controller, Drafter, Model
 from outrider.core.types import Draft, Outcome, Scores, Sequence
 from outrider.verify.exact import RULES, walk
@@ -89,7 +89,7 @@ def accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise, ru
         return walk(draft, decided(scores)[0])
     places = tree.all_places(draft)
     if rule == "coupled" and settings.bare and not settings.greedy.any() and not within(scores.computed):
-        found = raced_there(scores.logits, tree.row_of(places, draft), tree.depth_of(places, draft) + 1, settings, noise)
+        found = winners(raced_there(scores.logits, tree.row_of(places, draft), tree.depth_of(places, draft) + 1, settings, noise))
         return walk(draft, decided(Scores(scores.computed, found=found[None]))[0])
     if hosted(scores.computed) and rule in KNOWN:
         return Walk(draft, scores, settings, noise, rule).outcome()

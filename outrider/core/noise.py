@@ -146,14 +146,17 @@ class RowNoise:
     def race(self, logp: Tensor, row: Ints, depth: Ints) -> Tensor:
         """logp [n, V] plus the Gumbel noise of the position `depth` tokens after the committed text: its argmax is a
         sample, and the same noise serves drafter and target (2408.07978)."""
-        vocab, like = logp.shape[-1], (logp.device, logp.dtype)
+        return logp + torch.stack(self.lookup(row, depth, logp.shape[-1], logp.device, logp.dtype))
+
+    def lookup(self, row: Ints, depth: Ints, vocab: int, *like: Any) -> list[Tensor]:
+        """The noise of these positions, each [vocab], `like` a device and a dtype; kept for this step."""
         asked = [(r, d, vocab, *like) for r, d in zip(row.tolist(), depth.tolist(), strict=True)]
         missing = [i for i, name in enumerate(asked) if name not in self.known]
         if missing:
             some = row[missing]
             key = address(np.asarray(self.seed)[some], np.asarray(self.length)[some] + depth[missing], np.full(len(missing), POSITION))
             self.known.update(zip([asked[i] for i in missing], gumbel(key, vocab, *like), strict=True))
-        return logp + torch.stack([self.known[name] for name in asked])
+        return [self.known[name] for name in asked]
 
     def flip_one(self, p: float, row: int, index: int) -> bool:
         """`flip` of one row, in plain numbers."""

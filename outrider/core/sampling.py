@@ -191,15 +191,19 @@ def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor | float:
 
 
 def raced_there(logits: Tensor, rows: Ints, depth: Ints, settings: Settings, noise: RowNoise) -> Tensor:
-    """Who wins the races of places on a device, and how sure that is, float64 [n, 3] as `Scores.found` has it: what `raced` says of one place on the host. logits [n, V], of
-    which `rows` and how many tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing."""
+    """The races of places on a device, float64 [n, V]: whoever ends first has won, as `raced` says of one place on the host. logits [n, V], of which `rows` and how many
+    tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     x = (x - x.amax(-1, keepdim=True)) / _warmth(rows, settings, x)
-    values = noise.race(_truncate(x, rows, settings).double(), rows, depth)
-    best = values.amax(-1, keepdim=True)  # NaN if any is
-    behind = values - best
+    return noise.race(_truncate(x, rows, settings).double(), rows, depth)
+
+
+def winners(races: Tensor) -> Tensor:
+    """Who won each of `raced_there`, and how sure that is: float64 [n, 3], as `Scores.found` has the likeliest."""
+    best = races.amax(-1, keepdim=True)  # NaN if any is
+    behind = races - best
     mass = torch.where(behind >= -NEAR, behind.exp(), 0.0).sum(-1).log()
-    return torch.stack([values.argmax(-1).double(), (best - best)[:, 0], mass], -1)
+    return torch.stack([races.argmax(-1).double(), (best - best)[:, 0], mass], -1)
 
 
 # The same of one place, on the host.
@@ -274,8 +278,14 @@ class Race:
 
     def there(self, logits: Tensor, below: list[int]) -> Tensor:
         """`raced_there` of logits [n, V], each of which stands after so many nodes."""
-        row, depth = tree.row_at(self.draft, self.place), tree.depth_at(self.draft, self.place) + 1
-        return raced_there(logits, np.full(len(below), row), np.array(below) + depth, self.settings, self.noise)
+        return raced_there(logits, *self._at(below), self.settings, self.noise)
+
+    def foresee(self, below: int, like: Tensor) -> None:
+        """Look up at once what the races after 0, 1, ... and so many nodes will ask for, one by one, over logits `like` these."""
+        self.noise.lookup(*self._at(list(range(below + 1))), like.shape[-1], like.device, torch.float64)
+
+    def _at(self, below: list[int]) -> tuple[Ints, Ints]:
+        return np.full(len(below), tree.row_at(self.draft, self.place)), np.array(below) + tree.depth_at(self.draft, self.place) + 1
 
     def asked(self, logits: Tensor) -> Races | None:
         """What machine code asks of those over some lines of a model's logits; None: it does not know how they are run."""

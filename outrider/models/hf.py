@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.sampling import Race, decided, near
+from outrider.core.sampling import Race, decided, near, winners
 from outrider.core.types import MAX_NODES, Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
 from outrider.models.chain import Chain
 from outrider.models.compiled import PREFILL, Compiled
@@ -146,7 +146,7 @@ class HFModel:
         logits, found = self._serve(block, tokens)
         if race is not None:
             before = tree.depth_at(draft, place)
-            found = race.there(logits[0], [0] * root + [depth - before for depth in (0, *whole.depth)])[None]
+            found = winners(race.there(logits[0], [0] * root + [depth - before for depth in (0, *whole.depth)]))[None]
         lap.stop()
         self.queued = Queued(self.rows.of(seqs[0]), root, logits, found, lap, race is not None)
         return self.queued
@@ -188,15 +188,21 @@ class HFModel:
     def _unseen(self, seq: Sequence, layout: Layout, node: int, place: int, levels: int, race: Race | None, behind: Behind | None) -> Guessed:
         """Tokens go from forward to forward on the device; the host waits once, at the end."""
         (block,), left = layout.blocks, levels - 1
-        found = [_picked(self._serve(block), race, 0)]
+        out = self._serve(block)
+        if race is not None:
+            race.foresee(levels, out[0])
+        token, seen = _picked(out, race, 0)
+        told = [seen]
         if left:  # laid out, and brought over, at once
             block = self.rows.onward(seq, node, place, [0] * left)
             table = self._brought(block.table)
             for n in range(left):
                 one = Block(block.first, block.table[:, n : n + 1], block.read)
-                found.append(_picked(self._serve(one, found[-1][:1], table[:, n : n + 1]), race, n + 1))
-        tokens, logp = decided(Scores(found[0], found=_waited(torch.stack(found)[None], behind)))
-        return tokens, [math.exp(x) for x in logp], len(found)
+                token, seen = _picked(self._serve(one, token, table[:, n : n + 1]), race, n + 1)
+                told.append(seen)
+        found = torch.stack(told) if race is None else winners(torch.stack(told))
+        tokens, logp = decided(Scores(found, found=_waited(found[None], behind)))
+        return tokens, [math.exp(x) for x in logp], len(told)
 
     def rename(self, seq: Sequence, names: dict[int, int]) -> None:
         """Nodes that are called otherwise now."""
@@ -323,11 +329,15 @@ class HFView(HFModel):
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
 
 
-def _picked(out: tuple[Tensor, Tensor], race: Race | None, below: int) -> Tensor:
-    """Of what a forward put out, the last column's token and how likely it is, [3]: the likeliest, or who wins the race so many nodes below the place. What a graph found
-    lives until its next step."""
+def _picked(out: tuple[Tensor, Tensor], race: Race | None, below: int) -> tuple[Tensor, Tensor]:
+    """Of what a forward put out, the last column's token [1], and what tells how likely that is: what was found there, or the race so many nodes below the place. What a
+    graph found lives until its next step."""
     logits, found = out
-    return found[0, -1].clone() if race is None else race.there(logits[0, -1:], [below])[0]
+    if race is None:
+        told = found[0, -1].clone()
+        return told[:1], told
+    ends = race.there(logits[0, -1:], [below])
+    return ends.argmax(-1), ends[0]
 
 
 def _waited(found: Tensor, behind: Behind | None) -> Tensor:
