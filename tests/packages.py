@@ -50,7 +50,6 @@ def recipe_of(folder: Path, **changes: object) -> Recipe:
 @pytest.fixture(autouse=True)
 def even(monkeypatch) -> None:
     """All steps take a second: whether a package is used must not hang on a clock here."""
-    monkeypatch.setattr(compiled, "seconds_of", lambda call, **_: (call(), 1.0)[1])
     for module in (compiled, package):
         monkeypatch.setattr(module, "seconds_of_each", lambda calls, **_: [(call(), 1.0)[1] for call in calls])
 

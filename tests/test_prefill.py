@@ -9,7 +9,7 @@ from contracts import plain, recompute, request, sequence
 from packages import CLOSE, DTYPE, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
 
 import outrider
-from outrider.models import compiled, package
+from outrider.models import compiled
 from outrider.models.compiled import DIFFERS, PREFILL, SHAPES, STEPS, Compiled, apart
 from outrider.models.hf import HFModel
 
@@ -94,11 +94,9 @@ def test_one_of_other_weights_is_not_used(built, tmp_path, cache, started, caplo
 
 def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(serve, monkeypatch, caplog):
     compiled._say_once.cache_clear()
-    times = iter([1.0, 3.0, 1.0, 3.0, 3.0, 1.0])  # by turns what a package takes and what eager forwards do
+    times = iter([1.0, 3.0, 1.0, 3.0, 3.0, 1.0, 1.0, 1.0])  # by turns what a package takes and what eager forwards do; then both steps' packages
     served = serve(100)
-    monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [next(times)] * len(calls))
-    monkeypatch.setattr(compiled, "seconds_of_each", lambda calls, **_: [1.0] * len(calls))
-    monkeypatch.setattr(compiled, "seconds_of", lambda call: next(times))
+    monkeypatch.setattr(compiled, "seconds_of_each", lambda calls, **_: [next(times) for _ in calls])
     again = Compiled(served.compiled.recipe, served.step)
     assert tuple(again.packages) == STEPS and again.reason == "eager:package-slower" and next(times, None) is None
     assert caplog.text.count("are read eagerly (eager:package-slower)") == 1

@@ -27,7 +27,7 @@ from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.kv import slots_for
-from outrider.models.package import Package, seconds_of, seconds_of_each
+from outrider.models.package import Package, seconds_of_each
 from outrider.models.step import Prefill, Step
 
 VERSION = 11  # of what is built here: raise it when a package of before must not be used
@@ -232,7 +232,9 @@ class Compiled:
             self.reason = "eager:package-differs"
             log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
             return
-        if package.place(*given) > seconds_of(lambda: eager(*given)):
+        package.place(*given)
+        own, others = seconds_of_each([functools.partial(step, *given) for step in (package, eager)])  # in turn: a builder may be at work beside
+        if own > others:
             self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
             if shape == PREFILL:  # no step's tier tells it
                 _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")

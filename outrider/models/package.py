@@ -70,13 +70,8 @@ class Package:
         return min(cost)
 
 
-def seconds_of(call: Callable[[], object], patience: float = 0.06) -> float:
-    """The lower quartile of 3 to 50 calls, as many as fit into `patience` seconds."""
-    return seconds_of_each([call], patience)[0]
-
-
 def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06) -> list[float]:
-    """`seconds_of` several, made in turn: what else the machine does meanwhile meets all of them."""
+    """The lower quartile of 3 to 50 calls of each, as many as fit into `patience` seconds a piece, made in turn: what else the machine does meanwhile meets all of them."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + patience * len(calls)
     while len(times[0]) < 3 or (len(times[0]) < 50 and time.perf_counter() < end):
