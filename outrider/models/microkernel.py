@@ -16,7 +16,8 @@ NARROW = 16  # the same where they have eight, and half as many registers: for s
 DEEP = 16  # inputs that a block is said to take in at once, where they divide: where there is one for each thread, Inductor takes the largest that divides the sizes
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 AHEAD = 1 << 15  # bytes of weights that are asked for before they are needed
-BUSY = 5  # rows from which on: fewer wait for memory alone, which then runs ahead by itself
+# Rows from which on, by numbers in a vector and whether weights are bfloat16: fewer wait for memory alone, which then runs ahead by itself.
+BUSY = {(16, True): 5, (16, False): 5, (8, True): 1, (8, False): 3}
 PART = 256  # inputs that are widened at once, of each row: they stay near
 LINE = 64  # bytes that memory gives at once
 
@@ -160,7 +161,7 @@ def few_rows(dtype: torch.dtype) -> Any:
                     "block": columns,
                     "most": SUMS[size] * size // columns,
                     "ahead": self.ahead,
-                    "busy": BUSY,
+                    "busy": BUSY[size, pairs],
                     "line": LINE,
                     **self.get_common_options(),
                 }
