@@ -233,7 +233,7 @@ class Compiled:
             log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
             return
         package.place(*given)
-        own, others = seconds_of_each([functools.partial(step, *given) for step in (package, eager)])  # in turn: a builder may be at work beside
+        own, others = seconds_of_each([lambda: package(*given), lambda: eager(*given)])  # in turn: a builder may be at work beside
         if own > others:
             self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
             if shape == PREFILL:  # no step's tier tells it
