@@ -4,14 +4,18 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import zoo
 from contracts import plain, request, run
 
+from outrider.control.accounts import WEIGHED
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told, fixed
+from outrider.control.rows import Row
+from outrider.control.step import Step
 from outrider.control.tables import Tables
 from outrider.core import sampling, tree
 from outrider.core.errors import OutriderError
@@ -155,8 +159,21 @@ def test_the_scheduler_lets_go_unseen_what_is_best_short(chance, most, asked, mo
             if asked["queued"] > before:
                 blind += 1
                 assert step.levels["model"] == levels <= most and sum(seq.records[-1].trimmed) == 0
+                draft = seq.records[-1].draft
+                assert seq.records[-1].reason == "depth:queued" in WEIGHED and step.expected == pytest.approx(1 + sum(step.survivals(draft)))
     assert blind > 3 if most else blind == 0
     assert seq.generated == plain(engine(fixed(Plan())).target, [wanted])[0]
+
+
+def test_no_more_goes_unseen_than_there_is_room_for(asked, monkeypatch):
+    """The guard bounds what is drafted and verified before anybody looks."""
+    tables = Tables({"model": 1}, Costs({"model": 0.1}))
+    page = SimpleNamespace(drafting={"model": [0.5 * n for n in range(33)]}, seconds=[1 + 0.1 * n for n in range(33)])
+    monkeypatch.setattr(tables, "usual", lambda name: 0.9)
+    monkeypatch.setattr(tables, "depth", lambda *how: (2.0, 4))
+    for room, levels in ((9.0, 4), (3.41, 4), (3.3, 3), (2.0, 1), (0.1, 1)):
+        step = Step(tables, page, [Row()], 1, room, 1.0, spent=0.5)  # what the first level takes
+        assert step.deep("model") == levels
 
 
 def test_all_that_was_queued_is_verified_whatever_would_have_been_left_out(asked):
@@ -196,7 +213,7 @@ def test_steps_of_one_width_are_not_queued(asked):
     at.target.pin()
     wanted = request(LOOP, max_tokens=30)
     assert run(at, [wanted])[0].generated == plain(engine(fixed(Plan())).target, [wanted])[0]
-    assert asked["refused"] and not asked["queued"]
+    assert not asked and at.target.queue(*[None] * 4) is None, "nor would they be"
 
 
 def test_more_nodes_than_a_step_has_are_not_queued():

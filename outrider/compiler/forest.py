@@ -6,10 +6,10 @@ from typing import Any
 
 from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
-from outrider.core.types import MAX_NODES, POINT, Draft, Places, Sequence
+from outrider.core.sockets import Drafter
+from outrider.core.types import MAX_NODES, POINT, QUEUED, Draft, Places, Sequence
 
 VEILED = -1  # no token
-QUEUED = "depth:queued"  # why all of a draft is verified: it was under way before anybody knew what of it would do
 
 
 def allowed(seq: Sequence, drafter: str) -> bool:
@@ -124,7 +124,7 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
     `levels` takes how deep it went, less what took no step of its own. The `last` drafter's guesses may be on their way to the target before the host knows them;
     nothing is added to those."""
     seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], rooms(now.seqs)[0]
-    frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and getattr(drafter, "queues", False) and hasattr(parts.target, "queue")
+    frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and _queues(parts, drafter, ask)
     while level < depth and frontier and not (queues and _queued(parts)):
         frontier = parts.controller.more(seqs, name, full, frontier) if ask else frontier
         if not frontier or room <= level:
@@ -144,6 +144,12 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
         if ask:
             parts.controller.went(name, full, frontier)
     return full
+
+
+def _queues(parts: Parts, drafter: Drafter, ask: bool) -> bool:
+    """May the target's verdict be asked for behind a drafter's guesses?"""
+    target: Any = parts.target
+    return getattr(drafter, "queues", False) and hasattr(target, "queue") and not target.pinned and (not ask or hasattr(parts.controller, "blind"))
 
 
 def _queued(parts: Parts) -> Any:

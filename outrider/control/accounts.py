@@ -14,10 +14,10 @@ from outrider.control.guard import Ledger
 from outrider.control.rows import Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import WARM, Page, Tables
-from outrider.core.types import Sequence, StepRecord
+from outrider.core.types import QUEUED, Sequence, StepRecord
 from outrider.measure.cost import DEEPEST
 
-WEIGHED = ("depth:all", "depth:trimmed")  # reasons of drafts as long as seemed best
+WEIGHED = ("depth:all", "depth:trimmed", QUEUED)  # reasons of drafts as long as seemed best
 FADED = 0.05  # weight of the latest step in what thinking takes
 LONG, SETTLED = 32, 8  # steps without a thought after which they are settled all the same; most of them that are asked how long steps take now
 MANY = 128  # looks after which a pair is new no longer, however little it drafted

@@ -17,7 +17,7 @@ from outrider.control.starts import Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
-from outrider.core.types import AHEAD, OFF, POINT, Draft, Places, Plan, Sequence, StepRecord
+from outrider.core.types import AHEAD, OFF, POINT, QUEUED, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
@@ -263,9 +263,10 @@ class Adaptive:
         return levels if levels <= AHEAD else 0
 
     def went(self, name: str, draft: Draft, frontier: Places) -> None:
-        """So it did, down to these nodes."""
+        """So it did, down to these nodes, and all of the draft is being verified."""
         if self.step is not None:
             self.step.gone(name, draft, frontier)
+            self.step.queued = True
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """By what was learned of the drafters; by their own scores where nothing is decided."""
@@ -281,6 +282,9 @@ class Adaptive:
             return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
         if draft.kind.count(POINT) < len(draft):
             return None, "depth:drawn"
+        if step.queued:
+            step.expected = 1.0 + sum(step.apart(draft))
+            return None, QUEUED
         most, why = self._most(draft)
         if most >= _longest(draft):
             kept = list(range(len(draft)))

@@ -39,6 +39,7 @@ class Step:
     heard: bool = False  # does it tell of each node of that?
     stopped: str = ""  # one that went on by itself, until it no longer paid
     refused: bool = False  # did the guard keep a drafter from starting?
+    queued: bool = False  # is all that is drafted being verified already?
     reads: bool = False  # does a drafter read before it begins?
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
@@ -57,11 +58,14 @@ class Step:
         return frontier if self._deepens(name, nodes, have, reach, further / (reach or 1.0)) else []
 
     def deep(self, name: str) -> int:
-        """Levels that a drafter alone is best let go in these texts, by how likely its guesses were of late; in the mean of texts, where it made none yet. One that is tried
-        goes no further than tries do."""
-        row = self.rows[0]
-        chance = row.sure.get(name, self.tables.usual(name))
-        return PROBED if self.trial else self.tables.depth(self.page, name, chance, row.steps.get(name, 1.0))[1]
+        """Levels that a drafter, of which the first is paid, is best let go alone in these texts, by how likely its guesses were of late; in the mean of texts, where it made
+        none yet. One that is tried goes no further than tries do, and none further than there is room for."""
+        row, page = self.rows[0], self.page
+        chance, drafting = row.sure.get(name, self.tables.usual(name)), page.drafting[name]
+        levels = PROBED if self.trial else self.tables.depth(page, name, chance, row.steps.get(name, 1.0))[1]
+        while levels > 1 and self.spent + drafting[levels] - drafting[1] + page.seconds[levels] > self.room:
+            levels -= 1
+        return levels
 
     def begins(self, name: str, draft: Draft) -> None:
         """A drafter is let go from the roots. What it says where there was no node before are the nodes."""

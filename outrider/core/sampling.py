@@ -192,10 +192,15 @@ def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor | float:
 
 def raced_there(logits: Tensor, rows: Ints, depth: Ints, settings: Settings, noise: RowNoise) -> Tensor:
     """The races of places on a device, float64 [n, V]: whoever ends first has won, as `raced` says of one place on the host. logits [n, V], of which `rows` and how many
-    tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing."""
+    tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing,
+    unless rows differ in their settings. Sums of top-p are those of one place alone, however many there are."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     x = (x - x.amax(-1, keepdim=True)) / _warmth(rows, settings, x)
-    return noise.race(_truncate(x, rows, settings).double(), rows, depth)
+    if settings.any("top_p", 1.0):
+        x = torch.cat([_truncate(x[i : i + 1], rows[i : i + 1], settings) for i in range(len(rows))])
+    else:
+        x = _truncate(x, rows, settings)
+    return noise.race(x.double(), rows, depth)
 
 
 def winners(races: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class Controller(Protocol):
         """Levels that the drafter that `more` has let go may go without being asked between them, and be verified as they are; 0: that is not known."""
 
     def went(self, name: str, draft: Draft, frontier: Places) -> None:
-        """So it did; these are its deepest nodes."""
+        """So it did; these are its deepest nodes, and all of the draft is being verified."""
 
     def survivals(self, seqs: list[Sequence], draft: Draft) -> list[float]:
         """Per node, the chance that it and all before it are accepted: what grows out of order grows where it is largest. The list

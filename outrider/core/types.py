@@ -23,6 +23,7 @@ POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i
 TARGET = "target"
 MAX_NODES = 64  # draft nodes of a row in one step; caches keep this much scratch
 On = Callable[..., bool]  # what asks a controller's `on`: (score), or (score, free)
+QUEUED = "depth:queued"  # why all of a draft is verified: it was under way before anybody knew what of it would do
 AHEAD = 4  # tokens of a chain that are drafted on a device before the host waits for it
 
 

@@ -18,12 +18,13 @@ class Lap:
     """Seconds from its making to `stop`, of the device's work where that is a CUDA one. To be read when the host has waited for that."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self.times = [self._now(0)]
 
     def _now(self, which: int) -> float:
         if self.events:
-            self.events[which].record()
+            self.events[which].record(torch.cuda.current_stream(self.device))
         return time.perf_counter()
 
     def stop(self) -> None:
