@@ -87,11 +87,12 @@ def accept(draft: Draft, scores: Scores, settings: Settings, noise: RowNoise, ru
     """A rule's verdict on scores of all places of a draft."""
     if settings.raw or scores.raced:
         return walk(draft, decided(scores)[0])
-    places = tree.all_places(draft)
-    if rule == "coupled" and settings.bare and not settings.greedy.any() and not within(scores.computed):
+    if not within(scores.computed) and rule == "coupled" and settings.bare and not settings.greedy.any():
+        places = tree.all_places(draft)
         found = winners(raced_there(scores.logits, tree.row_of(places, draft), tree.depth_of(places, draft) + 1, settings, noise))
         return walk(draft, decided(Scores(scores.computed, found=found[None]))[0])
     if hosted(scores.computed) and rule in KNOWN:
         return Walk(draft, scores, settings, noise, rule).outcome()
+    places = tree.all_places(draft)
     seen = process(scores.logits, places, draft, settings) if rule == "greedy" else warp(scores.logits, places, draft, settings)
     return RULES[rule]().accept(draft, seen, noise)

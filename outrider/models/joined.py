@@ -37,9 +37,8 @@ def join(step: Step, rows: list[Tensor]) -> Form:
     forms = {one: torch.compile(_exported(step, 1 if one else ANY, rows), fullgraph=True, options=TUNED if one else None) for one in (True, False)}
 
     def run(table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        torch._dynamo.maybe_mark_dynamic(
-            table, 1
-        )  # columns and slots alone: where every size is a symbol, those that are alike by chance are taken for one
+        # Columns and slots alone: where every size is a symbol, those that are alike by chance are taken for one.
+        torch._dynamo.maybe_mark_dynamic(table, 1)
         torch._dynamo.maybe_mark_dynamic(read, 0)
         with torch._dynamo.config.patch(recompile_limit=CODES, fail_on_recompile_limit_hit=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what Inductor would advise its own developers
@@ -90,9 +89,8 @@ def two_products(
     if attention_mask is None:
         return grouped_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     (b, h, w, d), kv = query.shape, key.shape[1]
-    wide = (
-        torch.float64 if query.dtype == torch.float64 else torch.float32
-    )  # asked of torch, that would be an operation, at which Dynamo parts the graph
+    # Of `torch.promote_types` export makes an operation, at which Dynamo parts the graph.
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     small = query * (d**-0.5 if scaling is None else scaling)  # before the product, which float16 would not hold
     scores = torch.matmul(small.reshape(b, kv, h // kv * w, d), key.transpose(2, 3)).to(wide)
     scores = scores.view(b, kv, h // kv, w, -1) + attention_mask[:, :, None].to(wide)
