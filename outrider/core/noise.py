@@ -91,14 +91,14 @@ def gumbel(key: NDArray[np.uint64], vocab: int, device: torch.device, dtype: tor
         bits >>= _KEPT
         return _gumbel(torch.from_numpy(bits.view(np.int64)), dtype)
     ids = torch.arange(1, vocab + 1, dtype=torch.int64, device=device)
-    x = _brought(torch.from_numpy(key.view(np.int64)), device)[:, None] + ids * _signed(_GOLDEN)
+    x = brought(torch.from_numpy(key.view(np.int64)), device)[:, None] + ids * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(_M1)
     x = (x ^ _shift(x, 27)) * _signed(_M2)
     return _gumbel(_shift(x ^ _shift(x, 31), 12), dtype)
 
 
-def _brought(x: Tensor, device: torch.device) -> Tensor:
-    """The same where a device is, for which the host does not wait."""
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """The same of the host's memory where a device is, for which the host does not wait. What lies here may be written to at once."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

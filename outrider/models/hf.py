@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
+from outrider.core.noise import brought
 from outrider.core.sampling import Race, decided, near, winners
 from outrider.core.types import MAX_NODES, Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
 from outrider.models.chain import Chain
@@ -195,7 +196,7 @@ class HFModel:
         told = [seen]
         if left:  # laid out, and brought over, at once
             block = self.rows.onward(seq, node, place, [0] * left)
-            table = self._brought(block.table)
+            table = brought(torch.from_numpy(block.table), self.device)
             for n in range(left):
                 one = Block(block.first, block.table[:, n : n + 1], block.read)
                 token, seen = _picked(self._serve(one, token, table[:, n : n + 1]), race, n + 1)
@@ -279,15 +280,10 @@ class HFModel:
         if table is None and block.kept and not self.far:
             table, held = self._kept(block)
         else:
-            table, held = self._brought(block.table) if table is None else table, self.store.rows(block.first, rows)
+            table, held = brought(torch.from_numpy(block.table), self.device) if table is None else table, self.store.rows(block.first, rows)
         if last is not None:
             table[0, -len(last) :, 0] = last
         return table, read, held
-
-    def _brought(self, table: Ints) -> Tensor:
-        """A table of numbers where the model lies."""
-        made = torch.from_numpy(table)
-        return made.pin_memory().to(self.device, non_blocking=True) if self.far else made
 
     def _kept(self, block: Block) -> tuple[Tensor, list[Tensor]]:
         at = block.first, block.kept
