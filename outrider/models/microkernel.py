@@ -18,14 +18,13 @@ SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 AHEAD = 1 << 15  # bytes of weights that are asked for before they are needed
 # Rows from which on, by numbers in a vector and whether weights are bfloat16: fewer wait for memory alone, which then runs ahead by itself.
 BUSY = {(16, True): 5, (16, False): 5, (8, True): 1, (8, False): 3}
-PART = 256  # inputs that are widened at once, of each row: they stay near
 LINE = 64  # bytes that memory gives at once
 
 SOURCE = r"""
 template <int ROWS, bool accum>
 inline void {{kernel_name}}_rows(
     const {{input_t}}* {{restrict_keyword}} A, const {{input2_t}}* {{restrict_keyword}} B, {{output_t}}* {{restrict_keyword}} C,
-    int64_t K, int64_t lda, int64_t ldb, int64_t ldc
+    int64_t K, int64_t lda, int64_t ldb, int64_t ldc, const char* next, int64_t pace
 ) {
     using V = at::vec::Vectorized<float>;
     constexpr int SIZE = V::size(), COLUMNS = {{block}} / SIZE;
@@ -37,36 +36,26 @@ inline void {{kernel_name}}_rows(
 {%- if ahead %}
         if constexpr (ROWS >= {{busy}})
             _Pragma("GCC unroll 4") for (int at = 0; at < {{bytes}}; at += {{line}})
-                _mm_prefetch((const char*)(B + k * ldb) + {{ahead}} + at, _MM_HINT_T1);
+                _mm_prefetch(next + k * pace + at, _MM_HINT_T1);
 {%- endif %}
 {%- endmacro %}
 {%- if widened %}
-    const auto low = [](const auto* pairs) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_slli_epi32(_mm{{bits}}_loadu_si{{bits}}((const __m{{bits}}i*)pairs), 16))); };
-    const auto high = [](const auto* pairs) {
-        return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_and_si{{bits}}(_mm{{bits}}_loadu_si{{bits}}((const __m{{bits}}i*)pairs), _mm{{bits}}_set1_epi32(0xffff0000))));
-    };
-    alignas(64) float a[ROWS][{{part}}];
-    for (int64_t from = 0; from < K; from += {{part}}) {
-        const int64_t here = std::min<int64_t>({{part}}, K - from);
-        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
-            const {{input_t}}* row = A + r * lda + from;
-            int64_t i = 0;
-            for (V x; i + SIZE <= here; i += SIZE) {
-                at::vec::load_fp32_from_bf16(row + i, x);
-                x.store(a[r] + i);
-            }
-            for (; i < here; ++i) a[r][i] = row[i];
+    using Pairs = __m{{bits}}i;  // the bits of two floats in each number, the second's above
+    const auto low = [](Pairs x) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_slli_epi32(x, 16))); };
+    const auto high = [](Pairs x) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_and_si{{bits}}(x, _mm{{bits}}_set1_epi32(0xffff0000)))); };
+    for (int64_t k = 0; k < K; k += 2) {
+        {{- ask(4 * block)}}
+        V first[COLUMNS], second[COLUMNS];
+        _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) {
+            const Pairs b = _mm{{bits}}_loadu_si{{bits}}((const Pairs*)(B + k * ldb + 2 * SIZE * c));
+            first[c] = low(b), second[c] = high(b);
         }
-        for (int64_t i = 0; i < here; i += 2) {
-            const int64_t k = from + i;
-            {{- ask(4 * block)}}
-            V b[COLUMNS];
-            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = low(B + k * ldb + 2 * SIZE * c);
-            _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
-                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(V(a[r][i]), b[c], sum[r][c]);
-            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = high(B + k * ldb + 2 * SIZE * c);
-            _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
-                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(V(a[r][i + 1]), b[c], sum[r][c]);
+        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
+            int32_t pair;
+            std::memcpy(&pair, A + r * lda + k, sizeof(pair));
+            const Pairs a = _mm{{bits}}_set1_epi32(pair);
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(low(a), first[c], sum[r][c]);
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(high(a), second[c], sum[r][c]);
         }
     }
 {%- elif pairs %}
@@ -103,11 +92,13 @@ inline void {{kernel_name}}_rows(
             sum[r][c].store(C + r * ldc + SIZE * c);
 }
 {{declare_kernel}} {
-    for (int64_t m = 0; m < M;) {
-        const int64_t parts = (M - m + {{most - 1}}) / {{most}}, rows = (M - m + parts - 1) / parts;  // whose sums stay in registers
+    const int64_t turns = (M + {{most - 1}}) / {{most}}, pace = ldb * sizeof(*B) / turns;  // each asks for its part of what comes next
+    const char* next = (const char*)B + {{ahead}};
+    for (int64_t m = 0, left = turns; left > 0; --left, next += K * pace) {
+        const int64_t rows = (M - m + left - 1) / left;  // whose sums stay in registers
         switch (rows) {
 {%- for rows in range(1, most + 1) %}
-            case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>(A + m * lda, B, C + m * ldc, K, lda, ldb, ldc); break;
+            case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>(A + m * lda, B, C + m * ldc, K, lda, ldb, ldc, next, pace); break;
 {%- endfor %}
         }
         m += rows;
@@ -157,7 +148,6 @@ def few_rows(dtype: torch.dtype) -> Any:
                     "unpacked": unpacked,
                     "widened": pairs and not unpacked and not multiplies_pairs(),
                     "bits": 32 * size,
-                    "part": PART,
                     "block": columns,
                     "most": SUMS[size] * size // columns,
                     "ahead": self.ahead,
