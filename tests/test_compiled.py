@@ -126,6 +126,22 @@ def test_a_nan_in_the_logits_is_found(served):
         decided(Scores(logits, found=found))
 
 
+@pytest.mark.parametrize("shape, width", [("one", 1), ("any", 2)])
+def test_what_a_package_gave_stays_as_it_was(served, shape, width):
+    """Between the kernels of a step of one column lies nothing but the stack, and what it gives lies where the next step writes."""
+    filled(served, 4)
+    seqs = opened(served.rows, [30], tail=width)
+    taken, told = served.compiled.packages[shape], []
+    assert taken.passing == (shape == "one")
+    with torch.inference_mode():
+        for token in (3, 9):
+            seqs[0].tokens[-1] = token
+            told.append(taken(*served._inputs(served.rows.layout(seqs, Draft(1), [~0]).blocks[0])))
+            told[-1] += tuple(x.clone() for x in told[-1])
+    (logits, found, *kept), (other, *_) = told
+    assert torch.equal(logits, kept[0]) and torch.equal(found, kept[1]) and not torch.equal(logits, other)
+
+
 def test_the_contract_holds_when_packages_serve(served):
     """Caches stay exact over random steps, commits, rows that leave and come."""
     check_scores(served, recompute(served), np.random.default_rng(4), VOCAB, CLOSE)

@@ -1,11 +1,13 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
+import contextlib
+import importlib
 import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
 from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, Recipe, example
-from outrider.models.package import INDEPENDENT, complete
+from outrider.models.package import INDEPENDENT, PASSING, complete
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
 BESIDE, IN_CODE = {INSIDE: False, APART: "pickle_weights"}, {INSIDE: True, APART: None}  # weights beside the code can be shared
 TUNED = [{"max_autotune": True, **BESIDE, "max_autotune_gemm_backends": some} for some in ("CPP", "CPP,ATEN")]  # Gemma-2 has products that need ATEN
+STACK = "aot_inductor.allow_stack_allocation"  # for what lies between kernels, if its size is fixed and small: making and freeing tensors takes a twentieth of a step
+STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
@@ -30,7 +34,9 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole. What cannot be compiled in one way is tried in the next."""
     fast = microkernel.few_rows(step.module.dtype) is not None
     how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
-    ways = [*TUNED, {}] if frozen and (fast or shape == "one") else [{}]  # Inductor's products, at one row the faster in any dtype; then oneDNN's
+    ways = (
+        [*[STACKED] * (shape == "one"), *TUNED, {}] if frozen and (fast or shape == "one") else [{}]
+    )  # Inductor's products, at one row the faster in any dtype; then oneDNN's
     attends = [own, grouped_attention] if fast and (own := attention.attention(step.module.dtype)) else [grouped_attention]
     tries, draft, failed = list(itertools.product(attends, ways)), file.with_suffix(f".{os.getpid()}.pt2"), ""
     while tries:
@@ -65,8 +71,27 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
         note = note | INDEPENDENT
-    with torch.no_grad():
+    if how.get(STACK):
+        note = note | PASSING
+    with torch.no_grad(), _laid_out(bool(how.get(STACK))):
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
+
+
+@contextlib.contextmanager
+def _laid_out(on_stack: bool) -> Iterator[None]:
+    """Who writes a package's calls is chosen by STACK, too, but once a process. Builds on Inductor's internal interface, as `microkernel` does."""
+    if not on_stack:
+        yield
+        return
+    inductor: Any = importlib.import_module("torch._inductor.codegen.common")
+    inductor.init_backend_registration()
+    cpu = inductor.device_codegens["cpu"]
+    before = cpu.cpp_wrapper_codegen
+    cpu.cpp_wrapper_codegen = importlib.import_module("torch._inductor.codegen.cpp_wrapper_cpu_array_ref").CppWrapperCpuArrayRef
+    try:
+        yield
+    finally:
+        cpu.cpp_wrapper_codegen = before
 
 
 def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
