@@ -74,6 +74,31 @@ def test_a_cache_holds_what_it_says_after_a_failed_step():
     assert seq.generated == oracle.known
 
 
+def test_what_the_target_took_to_read_a_prompt_is_known_at_once_and_kept(monkeypatch):
+    """In the step that reads it, before drafters are asked; when that fails, too; and what others take later is theirs."""
+    target, now, told, oracle = ToyModel(20, 1), [0.0], list[float](), Oracle([1] * 40)
+    engine = Engine(target, {"oracle": oracle}, Told(lambda seqs: (ALONE, "told")), 2)
+    engine.now, prefill, extend = lambda: now[0], target.prefill, oracle.extend
+
+    def slow(seqs):
+        now[0] += 4.0 * sum(target.rows.behind(s) > 1 for s in seqs)
+        prefill(seqs)
+
+    def heard(seqs, *how, **more):
+        told.append(seqs[0].read)
+        return extend(seqs, *how, **more)
+
+    monkeypatch.setattr(target, "prefill", slow)
+    monkeypatch.setattr(oracle, "extend", heard)
+    one = engine.submit(request([1, 2, 3], max_tokens=30))
+    oracle.broken = "extend"
+    failed_step(engine)
+    engine.step()
+    two = engine.submit(request([4, 5, 6, 7], max_tokens=30))
+    engine.step()
+    assert told == [4.0, 4.0, 4.0] and (one.read, two.read) == (4.0, 4.0)
+
+
 def test_an_early_exit_reuses_nothing_of_a_failed_step():
     """Its hidden states are found by slots, which the next step's nodes take."""
     target = wrap(module("llama"), "target", "zoo", context=200)

@@ -40,12 +40,12 @@ def test_reading_that_takes_longer_than_expected_finds_its_credit(seed: int, eac
 
 def test_reading_a_prompt_has_seconds_of_its_own() -> None:
     """A share of what the target took to read it, once, whoever reads; nothing before it is known, and for nothing else."""
-    ledger, seqs = Ledger(), [SimpleNamespace(request=SimpleNamespace(id=name), records=[]) for name in "ab"]
+    ledger, seqs = Ledger(), [SimpleNamespace(request=SimpleNamespace(id=name), read=0.0) for name in "ab"]
     assert ledger.reading(seqs) == 0.0 and ledger.forgive(seqs, 1.0) == 0.0
     ledger.end("a")
     ledger.end("b")
     for seq, took in zip(seqs, (4.0, 6.0), strict=True):
-        seq.records.append(SimpleNamespace(seconds={"prefill": took}))
+        seq.read = took
     assert ledger.reading(seqs) == 4 * READING and ledger.reading(seqs[1:]) == 6 * READING
     assert ledger.forgive(seqs, -1.0) == 0.0 and ledger.forgive(seqs, 0.5) == 0.5
     assert ledger.forgive(seqs, 9.0) == 4 * READING - 0.5 and ledger.reading(seqs) == 0.0
@@ -56,16 +56,15 @@ def test_reading_a_prompt_has_seconds_of_its_own() -> None:
 
 @pytest.mark.parametrize("prefill", [0.0, 40.0])
 def test_a_drafter_that_must_read_begins_where_the_target_read_for_long(prefill: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten plain steps of reading are more than the grant: the guard has them at once only if the target took 40 for the same prompt. What is beside
-    them is within the promise."""
-    monkeypatch.setattr(Ledger, "_unread", lambda self, seq: self.unread.get(seq.request.id, READING * prefill * bool(seq.records)))
+    """Ten plain steps of reading are more than the grant: the guard has them at once, in the step in which the target has read, only if that took 40 for the same
+    prompt: many texts are over two steps later. What is beside them is within the promise."""
     monkeypatch.setattr("outrider.control.starts.AHEAD", 400)  # it is the guard alone that is in the way
     priced = costs(linear(0.05), {"model": linear(0.2, 0.0)}) | {"catch_up": {"model": [1, 0.1]}}
     of = trace(3, priced, {"model": lambda t, d: 0.9}, length=400)
-    of = replace(of, texts=[replace(of.texts[0], length=100)])
+    of = replace(of, texts=[replace(of.texts[0], length=100, prefill=prefill)])
     (records,) = drive(of, adaptive(of))
     began = next((n for n, r in enumerate(records) if r.levels), len(records))
-    assert (began <= 2) == bool(prefill)
+    assert began == 0 if prefill else began > 2
     assert beyond(records) <= READING * prefill
 
 

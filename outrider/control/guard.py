@@ -51,7 +51,7 @@ class Ledger:
 
     def _unread(self, seq: Sequence) -> float:
         known = self.unread.get(seq.request.id)
-        return READING * seq.records[0].seconds.get("prefill", 0.0) if known is None and seq.records else known or 0.0
+        return READING * seq.read if known is None else known
 
     def forgive(self, seqs: list[Sequence], seconds: float) -> float:
         """Drafters took `seconds` to read. Returns how much of that is not charged."""

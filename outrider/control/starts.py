@@ -63,7 +63,7 @@ class Starts:
             step.refused = True
             if not (pays or self._new(name)):
                 self.due[name] = step.number + PROBE  # a try of one that is known can wait
-            return _later(step, name, BATCH if seqs[0].records else 0)  # what reading may take is known once the target has read
+            return _later(step, name)
         saves = self._saves(step, seqs, name) if wait else 0.0
         if pays and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
             if all(name in row.sure for row in step.rows):

@@ -102,6 +102,7 @@ class Sequence:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     records: list["StepRecord"] = field(default_factory=list)
     steps: int = 0
+    read: float = 0.0  # seconds that the target took to read its prompt, and those of the batch that it read beside it
     finish_reason: str | None = None
 
     @property

@@ -127,6 +127,9 @@ class Engine:
         clock.mark("jit")
         self.target.prefill(seqs)
         clock.mark("prefill")
+        for seq in seqs:
+            if not seq.steps:
+                seq.read += clock.seconds["prefill"]
         done = step.run(Parts(self.target, self.drafters, self.bits, self.controller), Now(seqs, settings, noise, clock, reason))
         outcome, reasons = cut(seqs, done.draft, done.outcome)
         clock.mark("accept")
