@@ -138,12 +138,14 @@ def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkey
 
 @pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
 def test_a_product_without_a_kernel_of_the_house_s_costs_no_attention(tmp_path, monkeypatch):
-    """Torch's products are let in first, torch's attention last; a model that compiles in no way is an error."""
+    """Torch's products are let in first, torch's attention last, and before both what lies between the kernels of one column leaves the stack; a model that compiles in
+    no way is an error."""
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64, layers=1)), []
 
     def compile_it(program, package_path, inductor_configs):
         backends = inductor_configs.get("max_autotune_gemm_backends", "")
-        asked.append((backends, any(str(node.target) == "outrider.attend.default" for node in program.graph.nodes)))
+        stacked = inductor_configs.get(builder_module.STACK, False)
+        asked.append((backends, any(str(node.target) == "outrider.attend.default" for node in program.graph.nodes), stacked))
         if backends == "CPP" or asked[2:]:
             raise RuntimeError("no kernel fits")
         Path(package_path).write_text("built", "utf-8")
@@ -151,10 +153,11 @@ def test_a_product_without_a_kernel_of_the_house_s_costs_no_attention(tmp_path, 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
     monkeypatch.setattr(builder_module, "complete", lambda file: True)
     builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
-    assert asked == [("CPP", True), ("CPP,ATEN", True)]
+    assert asked == [("CPP", True, False), ("CPP,ATEN", True, False)]
     with pytest.raises(RuntimeError, match="no kernel fits"):
         builder_module.build(model.step, "one", True, tmp_path / "one.pt2")
-    assert asked[2:] == [(backends, own) for own in (True, False) for backends in ("CPP", "CPP,ATEN", "")]
+    ways = [("CPP", True), ("CPP", False), ("CPP,ATEN", False), ("", False)]
+    assert asked[2:] == [(backends, own, stacked) for own in (True, False) for backends, stacked in ways]
 
 
 def test_a_forward_that_breaks_the_graph_is_not_tried_in_other_ways(tmp_path, monkeypatch):

@@ -36,13 +36,14 @@ USELESS = {
 }
 
 
-def beyond(records: list[StepRecord]) -> float:
-    """Most by which the promise is exceeded at any token, but for one stall: the longest step with a drafter in it."""
+def beyond(records: list[StepRecord], read: int = -1) -> float:
+    """Most by which the promise is exceeded at any token, but for one stall: the longest step with a drafter in it, other than the one in which drafters `read`."""
     worst, spent, stall = -GRANT, 0.0, 0.0
-    for r in records:
-        spent += r.reading.seconds
-        stall = max(stall, r.reading.seconds if r.levels else 0.0)
-        worst = max(worst, spent - (1 + ALLOWANCE) * (r.context[0] - 8 + r.emitted[0]) - GRANT - stall)
+    for n, r in enumerate(records):
+        took = r.reading.seconds - r.seconds.get("prefill", 0.0)
+        spent += took
+        stall = max(stall, took if r.levels and n != read else 0.0)
+        worst = max(worst, spent - (1 + ALLOWANCE) * (r.context[0] - records[0].context[0] + r.emitted[0]) - GRANT - stall)
     return worst
 
 

@@ -65,7 +65,7 @@ def test_a_drafter_that_must_read_begins_where_the_target_read_for_long(prefill:
     (records,) = drive(of, adaptive(of))
     began = next((n for n, r in enumerate(records) if r.levels), len(records))
     assert began == 0 if prefill else began > 2
-    assert beyond(records) <= READING * prefill
+    assert beyond(records, read=began) <= READING * prefill
 
 
 @pytest.mark.parametrize(("seen", "chance", "waits"), [(1000, 0.1, True), (1000, 0.97, False), (1, 0.1, False)])

@@ -92,7 +92,7 @@ inline void {{kernel_name}}_rows(
             sum[r][c].store(C + r * ldc + SIZE * c);
 }
 {{declare_kernel}} {
-    const int64_t turns = (M + {{most - 1}}) / {{most}}, pace = ldb * sizeof(*B) / turns;  // each asks for its part of what comes next
+    const int64_t turns = std::max<int64_t>((M + {{most - 1}}) / {{most}}, 1), pace = ldb * sizeof(*B) / turns;  // each asks for its part of what comes next
     const char* next = (const char*)B + {{ahead}};
     for (int64_t m = 0, left = turns; left > 0; --left, next += K * pace) {
         const int64_t rows = (M - m + left - 1) / left;  // whose sums stay in registers
