@@ -160,6 +160,16 @@ def test_a_product_without_a_kernel_of_the_house_s_costs_no_attention(tmp_path, 
     assert asked[2:] == [(backends, own, stacked) for own in (True, False) for backends, stacked in ways]
 
 
+def test_what_would_be_given_from_the_stack_is_written_in_another_way():
+    """Memory of what came before may be used a second time, on the stack or not."""
+    wrapper = builder_module._wrapper()
+    writes = wrapper.__new__(wrapper)
+    writes.stack_allocated_buffers = {"buf0": None, "buf2": None}
+    given = SimpleNamespace(get_output_names=lambda: ["buf1", "buf2"])
+    with torch._inductor.virtualized.V.set_graph_handler(given), pytest.raises(RuntimeError, match=r"\['buf2'\] would be given from the stack"):
+        writes.generate_return(["buf1", "buf2"])
+
+
 def test_a_forward_that_breaks_the_graph_is_not_tried_in_other_ways(tmp_path, monkeypatch):
     """Another attention may help; other products do not."""
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64, layers=1)), []

@@ -128,16 +128,19 @@ def test_a_nan_in_the_logits_is_found(served):
 
 @pytest.mark.parametrize("shape, width", [("one", 1), ("any", 2)])
 def test_what_a_package_gave_stays_as_it_was(served, shape, width):
-    """Between the kernels of a step of one column lies nothing but the stack, and what it gives lies where the next step writes."""
+    """Of a step of one column all that lies between kernels is on the stack, and what it gives is not: that would lie where the next step writes."""
     filled(served, 4)
     seqs = opened(served.rows, [30], tail=width)
     taken, told = served.compiled.packages[shape], []
-    assert taken.passing == (shape == "one")
     with torch.inference_mode():
         for token in (3, 9):
             seqs[0].tokens[-1] = token
-            told.append(taken(*served._inputs(served.rows.layout(seqs, Draft(1), [~0]).blocks[0])))
+            inputs = served._inputs(served.rows.layout(seqs, Draft(1), [~0]).blocks[0])
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+                told.append(taken(*inputs))
             told[-1] += tuple(x.clone() for x in told[-1])
+    made = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]" and event.nbytes() > 0]
+    assert (len(made) < 10) == (shape == "one"), "what attention gives in each of two layers, logits, and what is found in them"
     (logits, found, *kept), (other, *_) = told
     assert torch.equal(logits, kept[0]) and torch.equal(found, kept[1]) and not torch.equal(logits, other)
 

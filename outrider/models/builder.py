@@ -18,7 +18,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel
 from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, Recipe, example
-from outrider.models.package import INDEPENDENT, PASSING, complete
+from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
@@ -71,8 +71,6 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
         note = note | INDEPENDENT
-    if how.get(STACK):
-        note = note | PASSING
     with torch.no_grad(), _laid_out(bool(how.get(STACK))):
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
 
@@ -86,12 +84,32 @@ def _laid_out(on_stack: bool) -> Iterator[None]:
     inductor: Any = importlib.import_module("torch._inductor.codegen.common")
     inductor.init_backend_registration()
     cpu = inductor.device_codegens["cpu"]
-    before = cpu.cpp_wrapper_codegen
-    cpu.cpp_wrapper_codegen = importlib.import_module("torch._inductor.codegen.cpp_wrapper_cpu_array_ref").CppWrapperCpuArrayRef
+    before, cpu.cpp_wrapper_codegen = cpu.cpp_wrapper_codegen, _wrapper()
     try:
         yield
     finally:
         cpu.cpp_wrapper_codegen = before
+
+
+def _wrapper() -> Any:
+    """Inductor's class that writes calls with buffers on the stack, but for what the package gives: that would lie where its next call writes."""
+    written: Any = importlib.import_module("torch._inductor.codegen.cpp_wrapper_cpu_array_ref")
+    graph: Any = importlib.import_module("torch._inductor.virtualized").V
+
+    class Wrapper(written.CppWrapperCpuArrayRef):  # type: ignore[misc]
+        @staticmethod
+        def create(*_: Any, **__: Any) -> "Wrapper":
+            return Wrapper()
+
+        def can_stack_allocate_buffer(self, buffer: Any) -> bool:
+            return buffer.get_name() not in graph.graph.get_output_names() and super().can_stack_allocate_buffer(buffer)
+
+        def generate_return(self, output_refs: list[str]) -> None:
+            if shared := set(graph.graph.get_output_names()) & set(self.stack_allocated_buffers):
+                raise RuntimeError(f"{sorted(shared)} would be given from the stack")  # in memory used a second time
+            super().generate_return(output_refs)
+
+    return Wrapper
 
 
 def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.models import pages
 
-INDEPENDENT, PASSING = {"rows": "independent"}, {"outputs": "passing"}  # said in a package's metadata
+INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 
 
 class Package:
@@ -45,21 +45,16 @@ class Package:
         self.shares = bool(self.weights) and own == 0
         about = self.loader.get_metadata()
         self.independent, self.note = INDEPENDENT.items() <= about.items(), about.get("note", "")
-        self.passing = PASSING.items() <= about.items()  # its next call writes over what it gave: a thread has one place for that
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         before = torch.get_num_threads()
         if self.threads == before:
-            return self._run([table, read, *rows])
+            return tuple(self.loader.boxed_run([table, read, *rows]))
         torch.set_num_threads(self.threads)
         try:
-            return self._run([table, read, *rows])
+            return tuple(self.loader.boxed_run([table, read, *rows]))
         finally:
             torch.set_num_threads(before)
-
-    def _run(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        out: list[Tensor] = self.loader.boxed_run(inputs)
-        return tuple([x.clone() for x in out]) if self.passing else tuple(out)
 
     def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> float:
         """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
