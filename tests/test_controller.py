@@ -259,7 +259,7 @@ def test_a_try_has_cost_what_it_did_not_bring(came: int, left: float) -> None:
     """Twelve plain steps, most of them reading, for a token or two; only where all was right the next one is soon."""
     starts = Starts(Tables({"model": 1}, Costs({})), Ledger(), cautious=False)
     starts.explored, starts.pause["model"], starts.due["model"] = 12.0, 1 << 20, 1 << 20
-    starts.tried("model", 12.0, SimpleNamespace(accepted_by={("model", n + 1): 1 for n in range(came)}, requests=("a",)), 0)
+    starts.tried("model", 12.0, SimpleNamespace(right=lambda name: came, requests=("a",)), 0)
     assert starts.explored == left and (starts.due["model"] == PATIENCE) == (came == 2)
 
 
@@ -374,7 +374,7 @@ def test_joules_count_as_much_as_the_objective_says(objective: float, least: int
 def test_a_guess_that_the_guard_refuses_was_not_in_vain(reason: str, kept: int, vain: int) -> None:
     row = Row(vain={"lookup": 5})
     record = SimpleNamespace(
-        kept=(), reason=reason, drafted=(kept,), accepted=(0,), levels={"lookup": 1}, context=(9,), emitted=(1,), accepted_by={}, draft=None
+        kept=(), reason=reason, drafted=(kept,), accepted=(0,), levels={"lookup": 1}, context=(9,), right=lambda name: 0, draft=None
     )
     remember([row], record, {})
     assert row.vain == {"lookup": vain}

@@ -14,11 +14,11 @@ from written import Weather, adaptive, costs, drive, linear, trace
 from outrider.control import controller as controllers
 from outrider.control.accounts import Held
 from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
-from outrider.control.rows import GUESSES, LATE, LOST, PATIENCE, RESTS, SHARE, SILENT, UNPAID, Row, awake
+from outrider.control.rows import EARLY, GUESSES, LATE, LOST, PATIENCE, RESTS, SHARE, SILENT, UNPAID, Row, awake
 from outrider.control.tables import WARM, Tables
 from outrider.core.types import Draft, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
-from outrider.measure.cost import FAR, Costs
+from outrider.measure.cost import Costs
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -49,7 +49,7 @@ def test_a_drafter_is_looked_at_before_it_is_asked() -> None:
     (no, row), yes, unread, dumb, hardly = made("a", 0.0), made("b", 0.5), made("c", 0.0, read=0), made("d", None), made("e", 0.4)
     assert told((no, row)) == SILENT and told((no, row), yes) == GUESSES and told(yes, (no, row)) == GUESSES
     assert told(unread) == GUESSES and unread[0].slots["lookup"].asked == 0 and told(dumb) == GUESSES
-    rested, long = made("f", 0.0, read=100 - FAR - 1), made("g", 0.0, read=1)
+    rested, long = made("f", 0.0, read=100 - EARLY - 1), made("g", 0.0, read=1)
     long[0].tokens.extend([0] * LATE)
     assert told(rested) == SILENT and told(long) == GUESSES, "what was left unread in a rest is read in passing, if it is not much"
     assert told(hardly) == UNPAID and told(hardly, yes) == GUESSES and told(hardly, least=0.4) == GUESSES and hardly[1].vain["lookup"] == 2

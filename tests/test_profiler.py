@@ -21,7 +21,7 @@ from outrider.measure.cost import CALM, DEEPEST, Costs, situation
 from outrider.models.toy import ToyModel
 from outrider.runtime import profiler
 from outrider.runtime.engine import Engine
-from outrider.runtime.profiler import BETWEEN, NODES, SWEEPS, WARM, sweep
+from outrider.runtime.profiler import BETWEEN, NODES, QUIET, SWEEPS, WARM, sweep
 
 TEXT = "she sells sea shells on the sea shore and the shells she sells"
 HOW = {"max_tokens": 40, "ignore_eos": True}
@@ -62,9 +62,9 @@ def at_rest(engine: Engine) -> bool:
 
 def test_levels_that_find_weights_cold_are_many() -> None:
     """Whatever finds them cold takes the same time longer: of one level, which decides whether a model is asked at all, that would be its double. After two steps
-    that are not counted, the one that reads the prompt and the next, levels are measured from many to few."""
+    that are not counted, the one that reads the prompt and the next, levels are measured from many to few; then behind the others' steps, and behind plain ones."""
     asked = [plan.drafters[0][1] for plan in profiler._plans(["model"], ["lookup"], BETWEEN) if plan.drafters and plan.drafters[0][0] == "model"]
-    assert asked == [1, *[8] * (profiler.UNCOUNTED - 1), *range(8, 0, -1)] and set(asked) == set(profiler.LEVELS)
+    assert asked == [1, *[8] * (profiler.UNCOUNTED - 1), *range(8, 0, -1), 1, 1] and set(asked) == set(profiler.LEVELS)
 
 
 def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():
@@ -77,6 +77,21 @@ def test_a_sweep_measures_every_number_of_nodes_and_every_drafter():
     assert set(tables.costs.draft["model", at].seen) == set(profiler.LEVELS)
     assert tables.costs.plains[at] == tables.costs.verify[at].seen[0][0] > 0 and at in tables.costs.steady
     assert min(tables.costs.catch_up["model"].values()) >= 0
+
+
+def test_what_a_drafter_foresees_in_a_sweep_is_no_level(folders):
+    """Greedy texts of arbitrary words go in circles, of which a model foresees so much that none would take it several steps."""
+    runtime = pair({**folders, "draft": folders["target"]})
+    engine, tables = runtime.engine, Tables(runtime.engine.bits, Costs({}))
+    sweep(engine, tables, context=100, patience=1e9, repeats=3)
+    ((_, curve),) = [(name, curve) for (name, _), curve in tables.costs.draft.items() if name == "model"]
+    assert set(curve.seen) == set(profiler.LEVELS) and engine.drafters["model"].foresees
+
+
+def test_a_sweep_measures_what_it_takes_to_read_a_few_tokens():
+    engine, tables = toys()
+    sweep(engine, tables, context=100, patience=1e9, repeats=2)
+    assert set(tables.costs.catch_up["model"]) == {n.bit_length() for n in (CALM + QUIET + 1, 4 * 9 + 1, 100)}, "lookup wrote nine each time"
 
 
 def test_a_sweep_runs_the_passes_that_texts_run(monkeypatch):

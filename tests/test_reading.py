@@ -9,7 +9,7 @@ from test_promise import beyond
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.control.guard import GRANT, READING, Ledger
-from outrider.control.rows import Row
+from outrider.control.rows import Row, remember
 from outrider.control.starts import Starts
 from outrider.control.step import Step
 from outrider.core import tree
@@ -80,3 +80,12 @@ def test_a_try_that_the_guard_refuses_can_wait(seen: int, chance: float, waits: 
     starts.due["model"] = 50
     assert not starts.may(step, [sequence([0] * 10, "a")], "model", tree.empty(1), False) and step.refused
     assert (starts.due["model"] > 100) == waits
+
+
+@pytest.mark.parametrize(("right", "unread"), [(0, 12), (2, 10)])
+def test_what_others_have_found_is_unread(right: int, unread: int) -> None:
+    """Of eleven tokens that came true and one more, a drafter has read those that it had guessed as well."""
+    row = Row()
+    asked = SimpleNamespace(kept=(), reason="depth:all", drafted=(11,), accepted=(11,), levels={"model": 2}, context=(40,), right=lambda name: right)
+    remember([row], asked, {"model": 0.1})
+    assert 52 - row.read["model"] == unread

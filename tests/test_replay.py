@@ -88,14 +88,26 @@ def test_recording_leaves_the_controller_as_it_was() -> None:
 
 def test_the_clock_of_a_replay() -> None:
     """By hand: a plain step takes 2 seconds, 1.5 after CALM others; two nodes 2.4; a drafter's two levels 0.6; reading 8
-    tokens is no waiting, and the last step has no room for a second guess."""
+    tokens 0.024, of which the one that it had not guessed itself is no waiting in later steps."""
     priced = costs(linear(0.2, 2.0), {"model": linear(0.3, 0.0)})
     priced["steady"] = {AT: [1, 1.5]}
     of = trace(1, priced, {"model": lambda t, d: 1.0}, length=12)
     (plain,) = replay(of, policy("plain", ["model"], {}, ""))
     assert plain.seconds == pytest.approx(CALM * 2.0 + (12 - CALM) * 1.5) and plain.steps == 12
     (two,) = replay(of, policy("model:2", ["model"], {}, ""))
-    assert two.steps == 4 and two.seconds == pytest.approx(4 * (2.4 + 0.6)) and (two.drafted, two.accepted) == (8, 8)
+    assert two.steps == 4 and two.seconds == pytest.approx(4 * (2.4 + 0.6) + 0.024) and (two.drafted, two.accepted) == (8, 8)
+
+
+def test_the_clock_of_a_replay_where_others_guess() -> None:
+    """By hand: four of lookup's guesses come true at once, of the model's none, which has five tokens to read each time, and one where the four are its own. At first all read eight."""
+    priced = costs(linear(0.2, 2.0), {"lookup": linear(0.0, 0.1), "model": linear(0.3, 0.0)}, catch_up=0.01)
+    of = trace(1, priced, {"lookup": lambda t, d: 1.0, "model": lambda t, d: 1e-9}, length=15)
+    (both,) = replay(of, policy("lookup+model:4", of.drafters, {}, ""))
+    assert [r.accepted for r in both.records] == [(4,), (4,), (4,)]
+    assert both.seconds == pytest.approx(3 * (2.0 + 8 * 0.2 + 0.1 + 4 * 0.3) + 2 * 0.08 + 2 * 0.05)
+    of = trace(1, priced, {"lookup": lambda t, d: 0.0, "model": lambda t, d: 1.0}, length=15)
+    (alone,) = replay(of, policy("model:4", of.drafters, {}, ""))
+    assert alone.seconds == pytest.approx(3 * (2.0 + 4 * 0.2 + 4 * 0.3) + 0.08)
 
 
 def test_to_the_controller_a_sampled_text_is_sampled() -> None:

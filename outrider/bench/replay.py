@@ -269,7 +269,7 @@ class _Guesser:
     """A Drafter that repeats what was written down; it goes a level at a time where the one it stands for did."""
 
     def __init__(self, name: str, world: World, at_once: bool) -> None:
-        self.name, self.world, self.at_once, self.saved = name, world, at_once, 0
+        self.name, self.world, self.at_once, self.saved, self.bit = name, world, at_once, 0, 0
 
     def begin(self, seq: Sequence) -> None:
         self.world.read.pop(self.name, None)
@@ -279,12 +279,14 @@ class _Guesser:
     def end(self, seq: Sequence) -> None:
         seq.slots.pop(self.name, None)
 
-    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+    def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
+        if self.bit and self.name in self.world.read:
+            self.world.read[self.name] += sum([draft.source[n] & self.bit > 0 for n in outcome.paths[0]])
 
     def extend(
         self, seqs: list[Sequence], draft: Draft, frontier: Places, width: int, source: int, *how: Any, levels: int = 1, on: Any = None
     ) -> Draft:
-        text, seq, place = self.world.text, seqs[0], frontier[0]
+        text, seq, place, self.bit = self.world.text, seqs[0], frontier[0], source
         assert text is not None
         tokens, scores = text.guesses[self.name][seq.produced]
         done, most = 0 if place < 0 else draft.depth[place], len(tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from outrider.control.predict import Bias
 from outrider.core import tree
 from outrider.core.types import Sequence, StepRecord
-from outrider.measure.cost import DEEPEST, FAR
+from outrider.measure.cost import DEEPEST
 from outrider.measure.trace import verdicts
 
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
@@ -19,7 +19,7 @@ WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and tha
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LOST = 8  # times as seldom, where they did not pay in the requests before either
 BEFORE = 4  # looks that those in the requests before count for
-LATE = 128  # unread tokens that a drafter which has begun, and can tell, reads in passing
+EARLY, LATE = 16, 128  # unread tokens that a drafter which can tell reads in passing, before it has begun and then
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]
         row.looks[name] = getattr(seq.slots.get(name), "chance", None)
     look = row.looks[name]
     read = row.read.get(name, 0)
-    if look is None or len(seq.tokens) - read > (LATE if read else FAR):
+    if look is None or len(seq.tokens) - read > (LATE if read else EARLY):
         return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def remember(rows: list[Row], record: StepRecord, prices: dict[str, float]) -> N
         kept = record.drafted[r]
         row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else NEAR
         for name in record.levels:
-            row.read[name] = record.context[r] + record.emitted[r]
+            row.read[name] = record.context[r] + record.right(name) // len(rows)  # what others have found it has not read
             if kept:
                 row.vain[name] = 0
             elif record.reason != "off:guard":

@@ -173,7 +173,7 @@ class Starts:
 
     def tried(self, name: str, cost: float, record: StepRecord, number: int) -> None:
         """What a try brought it has not cost; and where all of it was right, the next one is soon."""
-        came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(record.requests)
+        came = record.right(name) / len(record.requests)
         self.explored -= min(came, cost)
         if came >= PROBED:
             self.pause[name], self.due[name] = PROBE, number + PATIENCE
@@ -197,7 +197,7 @@ class Starts:
         """Plain steps that a drafter saved in a step: what its tokens would have taken without it, less what drafting and verifying them took."""
         page, nodes = step.page, min(max(record.drafted), DEEPEST)
         own = sum([record.draft.source[n] & self.tables.bits[name] > 0 for n in record.kept]) // len(seqs) if record.draft else 0
-        came = sum([n for (who, _), n in record.accepted_by.items() if who == name]) / len(seqs)
+        came = record.right(name) / len(seqs)
         took = page.drafting[name][min(record.levels[name], DEEPEST)] + page.verify[nodes] - page.verify[max(nodes - own, 0)]
         return came / self._rate(seqs, page.plain, name) - took
 

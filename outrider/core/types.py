@@ -268,3 +268,7 @@ class StepRecord:
     draft: Draft | None = None
     kept: tuple[int, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
+
+    def right(self, name: str) -> int:
+        """Accepted nodes that a drafter had guessed, by itself or with others, of all rows."""
+        return sum([n for (who, _), n in self.accepted_by.items() if who == name])

@@ -28,14 +28,15 @@ class ModelDrafter:
     """A Drafter over any Model. Rows that would outgrow the model's context get no proposal.
 
     vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
-    sizes. Ids beyond it are never proposed; ids the model lacks have probability 0.
+    sizes. Ids beyond it are never proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words
+    before along with its own guesses? A chain takes fewer steps then than it has levels.
     """
 
     needs = ("tokens",)
     draws = True
 
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
-        self.model, self.name, self.vocab, self.saved = model, name, vocab or model.spec.vocab_size, 0
+        self.model, self.name, self.vocab, self.saved, self.foresees = model, name, vocab or model.spec.vocab_size, 0, True
 
     @property
     def queues(self) -> bool:
@@ -116,7 +117,7 @@ class ModelDrafter:
         """Tokens below a place, found one after the other: the likeliest, or who wins the races there. The target's verdict on them is asked for before they are known,
         if one is given."""
         race = None if settings.raw else Race(draft, place, settings, noise)
-        ahead = self._foreseen(seqs, draft, place) if levels > 1 and near(self.model.spec.device) else None
+        ahead = self._foreseen(seqs, draft, place) if self.foresees and levels > 1 and near(self.model.spec.device) else None
         behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens, race)  # type: ignore[attr-defined]
         found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead, behind)  # type: ignore[attr-defined]
         self.saved = len(found) - steps

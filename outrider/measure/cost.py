@@ -29,7 +29,7 @@ SOONER, LATER = 0.5, 0.2  # weight of a reading that took less than half of what
 LONGEST = 32.0  # usual steps that a hold-up counts at most
 CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
 CALM = 10  # plain steps in a row after which they cost what plain decoding costs: those between wider ones may cost more
-FAR = 16  # unread tokens beyond which a drafter's catching up is counted apart
+FAR = 4  # unread tokens beyond which a drafter's catching up is counted apart
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:

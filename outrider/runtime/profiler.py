@@ -20,6 +20,7 @@ from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Places, Plan, Request, SamplingParams, Sequence, StepRecord
+from outrider.drafters.model import ModelDrafter
 from outrider.measure import profile
 from outrider.measure.cost import CALM, DEEPEST, FAR, WIDEST, Costs, Curve, Situation, situation
 from outrider.measure.trace import verdicts
@@ -98,10 +99,15 @@ def sweep(
     filler = Filler(engine.target.spec.vocab_size)
     before = engine.controller, engine.drafters, engine.bits, engine.jit
     engine.equip({**engine.drafters, FILLER: filler}, hot=0, front=engine.jit.front)
+    seers = [part for part in before[1].values() if isinstance(part, ModelDrafter) and part.foresees]  # greedy texts of random words go in circles
+    for part in seers:
+        part.foresees = False
     try:
         return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats, found or Found())
     finally:
         engine.controller, engine.drafters, engine.bits, engine.jit = before
+        for part in seers:
+            part.foresees = True
 
 
 def _alone(engine: Engine) -> None:
@@ -179,11 +185,21 @@ def _requests(engine: Engine, filler: Filler, context: int, rows: int, sampled: 
 
 def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
     """Warm up, then every size in turn, the coarse ones first and `between` plain steps before each, then levels, then plain steps in a row. Of a model that has
-    just read the prompt the first levels find its weights cold: they are not counted, and then levels are many, where that weighs least."""
+    just read the prompt the first levels find its weights cold: they are not counted, and then levels are many, where that weighs least. What it takes to read a few
+    tokens is seen behind what others wrote, and behind plain steps."""
     sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
     levels = [Plan(((name, n, 1),)) for name in models for n in (1, LEVELS[-1], *reversed(LEVELS))]
     asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]
-    return [Plan()] * WARM + [plan for size in sizes for plan in (*[Plan()] * between, size)] + levels + asked + [Plan()] * (CALM + QUIET)
+    behind = [Plan(((name, 1, 1),)) for name in models]
+    return (
+        [Plan()] * WARM
+        + [plan for size in sizes for plan in (*[Plan()] * between, size)]
+        + levels
+        + asked
+        + behind
+        + [Plan()] * (CALM + QUIET)
+        + behind
+    )
 
 
 class Found:
@@ -216,7 +232,7 @@ class Found:
             took = record.seconds.get(f"draft {name}", 0.0)
             drafting += took
             behind, self.asked[name] = record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
-            self.read[name] = record.context[0] + record.emitted[0]
+            self.read[name] = record.context[0] + record.right(name) // rows
             if name in self.models and self.texts > 1 and self.asked[name] <= UNCOUNTED:
                 continue
             if behind > FAR:
