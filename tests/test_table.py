@@ -166,7 +166,7 @@ def test_what_a_chain_computed_goes_by_the_names_of_its_nodes(found, names):
     draft = tree.run(tree.empty(1), -1, [7, 8], 1, [0.5, 0.5])
     target = SimpleNamespace(queued=object(), rename=lambda seq, names: told.append(names))  # it scores them, too
     made = ModelDrafter._chain(
-        SimpleNamespace(model=model, _foreseen=lambda *_: None), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None, target
+        SimpleNamespace(model=model, foresees=False), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None, target
     )
     assert told == [names, names][: 2 * bool(names)]
     assert made.text(tree.below(made, -1, found)) == found[: found.index(9) + 1 if 9 in found else None]
