@@ -280,7 +280,7 @@ class _Guesser:
         seq.slots.pop(self.name, None)
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
-        if self.bit and self.name in self.world.read:
+        if self.name in self.world.read:
             self.world.read[self.name] += sum([draft.source[n] & self.bit > 0 for n in outcome.paths[0]])
 
     def extend(

@@ -118,7 +118,7 @@ def remember(rows: list[Row], record: StepRecord, prices: dict[str, float]) -> N
         kept = record.drafted[r]
         row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else NEAR
         for name in record.levels:
-            row.read[name] = record.context[r] + record.right(name) // len(rows)  # what others have found it has not read
+            row.read[name] = record.context[r] + min(record.right(name) // len(rows), record.accepted[r])  # what others have found it has not read
             if kept:
                 row.vain[name] = 0
             elif record.reason != "off:guard":
