@@ -8,12 +8,15 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
 RECIPE ?= recipes/reference-cpu.toml
 DATA ?= ../shared/data
 
-.PHONY: demo test test-slow test-native test-gpu bench bench-wide bench-gpu native lint size mutants train clean
+.PHONY: demo test suite test-slow test-native test-gpu bench bench-wide bench-gpu native lint size mutants train clean
 
 demo: $(VENV)/ready
 	$(BIN)/outrider demo
 
-test: $(VENV)/ready lint
+test: $(VENV)/ready
+	$(MAKE) -j2 suite lint
+
+suite:
 	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/ready

@@ -1,6 +1,10 @@
 """Contract suites: what every Model and every Drafter must do, whichever it is (laws 6, 7 and 8)."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from outrider.control.fixed import fixed
@@ -9,6 +13,13 @@ from outrider.core.types import Draft, Outcome, Plan, Request, SamplingParams, S
 from outrider.models.hf import HFModel
 from outrider.models.kv import Rows
 from outrider.runtime.engine import Engine
+
+
+def always(n: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: `n` of them always, the others in the slow suite."""
+    return [
+        value if i < n else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow) for i, value in enumerate(values)
+    ]
 
 
 def sequence(tokens: list[int], name: str = "r", **sampling: object) -> Sequence:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import zoo
-from contracts import plain, request, run
+from contracts import always, plain, request, run
 from test_controller import FREE, seconds, told
 from test_device import KINDS, LOOP, blind, pair, records, sequence_of  # noqa: F401 (a fixture)
 from written import adaptive, costs, drive, linear, trace
@@ -79,13 +79,14 @@ def test_all_drafters_of_a_request_read_one_index() -> None:
 # --- the same guesses
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", always(1, KINDS))
 @pytest.mark.parametrize("asked", [{}, {"rule": "coupled", "seed": 5, "temperature": 0.8}], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("noise", [0.05, 0.3])
 def test_who_reads_ahead_guesses_the_same_in_fewer_steps(name, asked, noise, request):
     """What followed the same words before is read along, and kept as far as it is what the model says: token for token over a whole text, which repeats
     itself. `levels` tells the steps; caches hold nothing of what was read in vain, or later guesses would differ."""
     plans = [Plan((("lookup", 3, 1), ("model", 7, 1))), Plan((("model", 12, 1),)), Plan((("model", 2, 1),))]
+    asked = asked | {"layers": 2 if name == "llama" else 4}  # with two the others do not repeat themselves
     ahead = [records(name, plan, noise, **asked) for plan in plans]
     request.getfixturevalue("blind")
     for plan, (drafts, text, forwards), (wanted, same, single) in zip(

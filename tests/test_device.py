@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from contracts import plain, request, run
+from contracts import always, plain, request, run
 from tiny import tiny_folder
 
 from outrider.bench import prompts, table
@@ -65,13 +65,13 @@ def waits(monkeypatch) -> list[str]:
     return seen
 
 
-def pair(name: str = "llama", noise: float = 0.15):
-    return tuple(wrap(zoo.module(name, noise=n), label, "zoo", context=200) for n, label in ((0.0, "target"), (noise, "draft")))
+def pair(name: str = "llama", noise: float = 0.15, layers: int = 2):
+    return tuple(wrap(zoo.module(name, noise=n, layers=layers), label, "zoo", context=200) for n, label in ((0.0, "target"), (noise, "draft")))
 
 
-def records(name: str, plan: Plan, noise: float, **asked):
+def records(name: str, plan: Plan, noise: float, layers: int = 2, **asked):
     """Drafts, depths and text of one request, lookup before the draft model."""
-    target, draft = pair(name, noise)
+    target, draft = pair(name, noise, layers)
     engine = Engine(target, {"lookup": Lookup(floor=0.0), "model": ModelDrafter(draft, "model")}, fixed(plan), 1)
     seq = run(engine, [request(LOOP, "r", **{"max_tokens": 40, **asked})])[0]
     drafts = [(r.draft.token, r.draft.parent, r.draft.source, r.draft.score, r.levels, r.accepted) for r in seq.records]
@@ -87,8 +87,8 @@ def blind(monkeypatch):
 # --- chains on the device
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("depth", [2, pytest.param(4, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("name", always(2, KINDS))
+@pytest.mark.parametrize("depth", always(1, [7, 2, 4]))
 @pytest.mark.parametrize("noise", [0.05, 0.4])
 def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noise, request, monkeypatch, blind):
     """Token for token and score for score, over a whole text, on the host and on the device: caches of nodes that others had guessed too are found again."""
@@ -105,8 +105,8 @@ def test_a_chain_made_in_one_call_is_the_chain_of_single_levels(name, depth, noi
 SAMPLED = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}, {"temperature": 0.8, "min_p": 0.1}]
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("settings", SAMPLED, ids=str)
+@pytest.mark.parametrize("name", always(1, KINDS))
+@pytest.mark.parametrize("settings", always(2, SAMPLED), ids=str)
 def test_a_chain_of_races_made_in_one_call_is_the_chain_of_single_levels(name, settings, monkeypatch, blind):
     """Token for token and score for score: each guess runs the race of its own position, also below a tail that was read with it, and where it ends the text."""
     asked = {"rule": "coupled", "seed": 5, **settings}

@@ -215,9 +215,10 @@ class Bench:
         self.patch = monkeypatch
 
     def law(self, plan: Plan, sampling: SamplingParams, ends: frozenset[int], steps: int) -> Law:
+        engine = Engine(self.target, self.drafters, fixed(plan), rows=1)
+
         def run(noise: Enumerator) -> Text:
             self.patch.setattr(engine_module, "_noise", lambda seqs: noise.fresh())
-            engine = Engine(self.target, self.drafters, fixed(plan), rows=1)
             seq = engine.submit(Request("r", PROMPT, sampling, seed=0, rule="exact", ends=ends))
             for _ in range(steps):
                 engine.step()

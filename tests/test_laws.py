@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from contracts import plain, request, run
+from contracts import always, plain, request, run
 from transformers import DynamicCache
 
 from outrider.control.fixed import Told, fixed
@@ -47,7 +47,7 @@ def requests(ends: frozenset[int] = frozenset({0})) -> list:
     return [request([1 + i, 2, 3, 1, 2], f"q{i}", seed=40 + i, rule="coupled", ends=ends, max_tokens=24, **s) for i, s in enumerate(SETTINGS)]
 
 
-@pytest.mark.parametrize("runs", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", always(1, [100, 200, 1000]))
 def test_coupled_text_is_the_same_for_random_plan_sequences(runs):
     """Law 1 for sampled text (D4, D6): plans change at every step, rows share steps or wait for a place."""
     want = plain(ToyModel(VOCAB, 5, scale=1.5), requests())
@@ -99,7 +99,8 @@ def test_a_neighbour_never_changes_the_text(rule):
 
 
 @pytest.mark.parametrize("name", zoo.CLASSES)
-def test_greedy_equals_plain_for_every_class(name):
+@pytest.mark.parametrize("depths", always(1, [[1, 8], [2, 4]]), ids=str)
+def test_greedy_equals_plain_for_every_class(name, depths):
     """Every class, both drafters and their union, depth 1, 2, 4, 8, chain and tree, alone and in a ragged batch of 4.
 
     The twin is perturbed so that some drafts are rejected. Seeds are free of near-ties (checked on the plain run).
@@ -114,7 +115,7 @@ def test_greedy_equals_plain_for_every_class(name):
         best = logits.topk(2).values
         assert float((best[:, 0] - best[:, 1]).min()) > 1e-4, "a near-tie: choose another seed"
     accepted = drafted = 0
-    for depth in (1, 2, 4, 8):
+    for depth in depths:
         for plan in ((("model", depth, 1),), (("lookup", depth, 1),), (("lookup", depth, 1), ("model", min(depth, 3), 2))):
             batch = run(Engine(target, drafters, fixed(Plan(plan)), 4), asked)
             assert [s.generated for s in batch] == want, f"{plan} in a batch"

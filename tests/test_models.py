@@ -66,7 +66,7 @@ def test_early_exit_view_is_the_truncated_model(name):
 
 
 def test_layer_skip_view_drafts_and_leaves_the_text_alone():
-    owner = zoo.model("gemma3")
+    owner = zoo.model("gemma3", layers=4)
     requests = [request([5, 9, 2, 7] * 3, f"v{i}", max_tokens=24) for i in range(2)]
     want = [s.generated for s in run(Engine(owner, {}, fixed(Plan()), 2), requests)]
     for layers in ((0, 1), (0, 2, 3), (0, 1, 2, 3)):
@@ -79,7 +79,7 @@ def test_layer_skip_view_drafts_and_leaves_the_text_alone():
 
 
 def test_view_refuses_layers_that_are_not_there():
-    with pytest.raises(OutriderError, match="layers 0..3"):
+    with pytest.raises(OutriderError, match="layers 0..1"):
         zoo.model("llama").view((0, 9))
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 
 import pytest
-from contracts import plain, request, run
+from contracts import always, plain, request, run
 from tiny import tiny_folders
 
 import outrider
@@ -371,21 +371,24 @@ def curve(**cells: list[float]) -> dict:
 
 @pytest.mark.parametrize(
     "nonsense",
-    [
-        {"costs": {"verify": {"no situation": 1}}},
-        {"predictors": {"logistic": 3}},
-        {"hedge": {"weights": {"a": 1}}},
-        {"predictors": {"logistic": {"weights": {"lookup": []}, "squares": {"lookup": []}}}},
-        {"next": {"lookup ?": [1]}},
-        {"next": {"lookup ?": {"a": 1}}},
-        {"next": {"lookup t3": [5, 9.0]}},
-        {"next": {"lookup t3": [-1, 0.5]}},
-        curve(**{"0": []}),
-        curve(**{"0": [1, 0.0]}),
-        curve(**{"0": [1, -1.0]}),
-        curve(**{"-1": [1, 1e-3]}),
-        {"drafts": [1]},
-    ],
+    always(
+        6,
+        [
+            {"costs": {"verify": {"no situation": 1}}},
+            {"predictors": {"logistic": 3}},
+            {"hedge": {"weights": {"a": 1}}},
+            {"predictors": {"logistic": {"weights": {"lookup": []}, "squares": {"lookup": []}}}},
+            {"next": {"lookup ?": [1]}},
+            {"next": {"lookup ?": {"a": 1}}},
+            {"next": {"lookup t3": [5, 9.0]}},
+            {"next": {"lookup t3": [-1, 0.5]}},
+            curve(**{"0": []}),
+            curve(**{"0": [1, 0.0]}),
+            curve(**{"0": [1, -1.0]}),
+            curve(**{"-1": [1, 1e-3]}),
+            {"drafts": [1]},
+        ],
+    ),
     ids=str,
 )
 def test_a_whole_profile_with_nonsense_in_it_is_set_aside(folders, tmp_path, nonsense):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from contracts import request
+from contracts import always, request
 from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.bench.replay import Trace
@@ -299,7 +299,7 @@ def test_an_hour_in_a_plain_step_earns_no_share_of_an_hour() -> None:
     assert 0 < max(credit[3600.0]) - max(credit[1.0]) < 2 * ALLOWANCE * LONGEST
 
 
-@pytest.mark.parametrize(("chance", "length"), [(0.6, 450), (0.9, 1500)])
+@pytest.mark.parametrize(("chance", "length"), always(1, [(0.6, 450), (0.9, 1500)]))
 @pytest.mark.parametrize("pace", [2.0, 0.5])
 def test_a_machine_that_changes_its_pace_for_good_is_found_out(pace: float, chance: float, length: int) -> None:
     """All takes twice as long: the guard holds drafting back until plain steps have shown it, and no longer. Or half as long: nothing is

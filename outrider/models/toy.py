@@ -4,6 +4,8 @@ Its "keys" are the tokens themselves, kept in the same slots as a real cache and
 a wrong slot, a stale row or a leaking neighbour changes the text at once, and probabilities are exact in float64.
 """
 
+import functools
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,6 +32,15 @@ class TokenStore:
         self.cells[[a, b], :stop] = self.cells[[b, a], :stop]
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _table(vocab: int, seed: int, seen: tuple[int, ...]) -> NDArray[np.float64]:
+    key = address(np.array([seed]), *[np.array([t + 1]) for t in seen])[0]
+    ids = np.arange(vocab)
+    u = uniform(address(np.broadcast_to(np.int64(key >> np.uint64(1)), ids.shape), ids))
+    out: NDArray[np.float64] = -np.log(-np.log(u * (1 - 2e-9) + 1e-9))
+    return out
+
+
 class ToyModel:
     """Next-token logits are a random function of the last `order` visible tokens (None: of all of them).
 
@@ -51,17 +62,11 @@ class ToyModel:
     def logits(self, text: list[int]) -> NDArray[np.float64]:
         """The rule itself: logits [V] after `text`."""
         seen = text if self.order is None else text[len(text) - self.order :] if len(text) >= self.order else text
-        out = self._table(self.seed, seen)
+        out = _table(self.vocab, self.seed, tuple(seen))
         if self.blend:
             seed, share = self.blend
-            out = (1 - share) * out + share * self._table(seed, seen)
+            out = (1 - share) * out + share * _table(self.vocab, seed, tuple(seen))
         return self.scale * out
-
-    def _table(self, seed: int, seen: list[int]) -> NDArray[np.float64]:
-        key = address(np.array([seed]), *[np.array([t + 1]) for t in seen])[0]
-        ids = np.arange(self.vocab)
-        u = uniform(address(np.broadcast_to(np.int64(key >> np.uint64(1)), ids.shape), ids))
-        return -np.log(-np.log(u * (1 - 2e-9) + 1e-9))
 
     def open(self, seq: Sequence) -> None:
         self.rows.open(seq)
