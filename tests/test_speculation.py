@@ -13,7 +13,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Limits, Plan
 
 TEXTS = ["she sells sea shells on the sea shore and the shells she sells", "the quick brown fox jumps over the quick brown"]
-HOW = {"max_tokens": 100, "ignore_eos": True, "logit_bias": {40: 50.0, 41: 50.0, 42: 50.0, 43: 50.0}}  # a text that comes back to what it said
+HOW = {"max_tokens": 64, "ignore_eos": True, "logit_bias": {40: 50.0, 41: 50.0, 42: 50.0, 43: 50.0}}  # a text that comes back to what it said
 SEEDED = {"temperature": 0.8, "seed": 7}
 DRAWN = {"temperature": 0.8, "seed": 7, "rule": "exact"}
 NAMES = {
