@@ -16,7 +16,7 @@ from outrider.runtime.engine import Engine
 
 
 def always(n: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: `n` of them always, the others in the slow suite."""
+    """Parameters of a test: `n` of them always, the others in the slow suite. A tuple is several arguments."""
     return [
         value if i < n else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow) for i, value in enumerate(values)
     ]

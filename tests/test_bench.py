@@ -218,6 +218,7 @@ def test_known_shapes_have_the_sizes_of_their_names():
         synthetic.steps("8bb")
 
 
+@pytest.mark.slow
 def test_the_passes_are_set_beside_one_another(monkeypatch):
     """Every contender writes every prompt of every setting; what passes save in nodes is seen even in a few tokens."""
     monkeypatch.setattr(prompts, "CATEGORIES", ("story",))

@@ -119,6 +119,7 @@ def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_
     assert not any(how["aot_inductor.package_constants_in_so"] for how in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
 def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkeypatch):
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=64, hidden=64, layers=1)), []

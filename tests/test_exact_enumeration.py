@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contracts import always
 from enumeration import Enumerator, Law, Next, OnHost, Table, Text, completed, distance, law, plain
 
 from outrider.control.fixed import fixed
@@ -160,7 +161,7 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize(("p", "q"), HARD)
+@pytest.mark.parametrize(("p", "q"), always(5, HARD))
 @pytest.mark.parametrize("level", [[(SAMPLED, 1)], [(SAMPLED, 2)], [(DISTINCT, 3)], [(POINT, 3)], [(POINT, 2), (SAMPLED, 1)]])
 def test_adversarial_drafters(p: list[float], q: list[float], level: list[tuple[int, int]]) -> None:
     assert error(rule_law([level, [(SAMPLED, 1)]], lambda text: p, lambda text: q), lambda text: p, 3) < 1e-9

@@ -63,7 +63,8 @@ def test_whole_pipeline(work):
         assert facts["held_out"]["all"]["bits_per_char"] > 0
 
 
-@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["begin and chat template", "neither"])
+@pytest.mark.slow
+@pytest.mark.parametrize("marked", [True, False], ids=["begin and chat template", "neither"])
 def test_a_draft_for_a_target_that_exists(tmp_path, monkeypatch, marked):
     """It has the target's vocabulary, marker ids and context, and drafts for it. The target's folder is read only."""
     target, work = tiny_folder(tmp_path / "theirs", bos=marked, chat=marked), tmp_path / "work"
