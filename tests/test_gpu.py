@@ -29,7 +29,7 @@ DEVICE = "cuda"
 
 
 def on_gpu(name: str, label: str, noise: float = 0.0, dtype: torch.dtype = torch.float32):
-    return wrap(zoo.module(name, dtype=dtype, noise=noise).cuda(), label, "zoo", context=200, chunk=4)
+    return wrap(zoo.module(name, dtype=dtype, noise=noise, layers=4).cuda(), label, "zoo", context=200, chunk=4)
 
 
 def recompute(model, tokens):

@@ -49,9 +49,9 @@ def test_load_time_check_passes(name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt-neox"])
 def test_early_exit_view_is_the_truncated_model(name):
-    owner = zoo.model(name)
+    owner = zoo.model(name, layers=4)
     view = owner.view((0, 1))
-    short = zoo.module(name)
+    short = zoo.module(name, layers=4)
     base = getattr(short, short.base_model_prefix)
     base.layers = base.layers[:2]
     base.config.num_hidden_layers = 2
