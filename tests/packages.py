@@ -5,6 +5,7 @@ largest logit is an exact tie; the vocabulary is padded. A test module names the
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -114,6 +115,22 @@ def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache of this test's own."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def fresh(built, folder, cache):
+    """Makes a model that finds the packages in a cache of this test's own, where nothing was said of them."""
+    place = recipe_of(folder).place()
+    place.mkdir(parents=True)
+    for shape in SHAPES:
+        shutil.copy(built / f"{shape}.pt2", place)
+
+    def make() -> HFModel:
+        model = model_of(folder, context=100)
+        model.compiled = Compiled(recipe_of(folder), model.step)
+        return model
+
+    return make
 
 
 @pytest.fixture

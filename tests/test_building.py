@@ -41,7 +41,7 @@ def recipe_folder(path: Path, weights: bytes = b"abc", config: str = '{"hidden_s
     return path
 
 
-def test_a_place_is_a_hash_of_what_the_package_depends_on(tmp_path, cache):
+def test_a_place_is_a_hash_of_what_the_package_depends_on(tmp_path, cache, monkeypatch):
     base = recipe_folder(tmp_path / "a")
     place = recipe_of(base).place()
     assert place.parent == cache / "steps"
@@ -58,6 +58,8 @@ def test_a_place_is_a_hash_of_what_the_package_depends_on(tmp_path, cache):
         recipe_of(base, frozen=()),
     ]
     places = [place, *(r.place() for r in others)]
+    monkeypatch.setattr(compiled.processor, "instructions", lambda: "another's")
+    places.append(recipe_of(base).place())
     assert len(set(places)) == len(places)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tiny import tiny_folder
 
 import outrider
 from outrider.control.fixed import fixed
+from outrider.core import processor
 from outrider.core.config import LoadSettings, load_settings
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan, Request, SamplingParams
@@ -274,7 +276,7 @@ def test_threads_are_chosen_again_when_nobody_waits_ever_more_seldom(monkeypatch
     now, asked = [100.0], []
     monkeypatch.setattr(compiled.time, "monotonic", lambda: now[0])
     served = compiled.Compiled.__new__(compiled.Compiled)
-    served.packages = {"any": SimpleNamespace(place=lambda *given, patience: asked.append((now[0], patience)))}
+    served.packages = {"any": SimpleNamespace(place=lambda *given, patience: asked.append((now[0], patience)), keep=lambda: None)}
     served.placed, served.trusted, served.reason, served.look, served._start = 100.0, compiled.SOON, "", lambda: None, lambda: None
     served._given = lambda shape: (shape,)
     for _ in range(5000):
@@ -301,3 +303,21 @@ def test_models_rest_when_nobody_runs_or_waits():
         pass
     engine.rest()
     assert rested == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "name", "can"),
+    [
+        ("processor\t: 0\nmodel name\t: A 1\nflags\t\t: fma avx2\n\nmodel name\t: B\nflags\t\t: sse\n", "A 1", "avx2 fma"),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", None, "asimd fp"),
+        (None, None, None),
+    ],
+)
+def test_a_processor_is_told_by_its_name_and_by_what_it_can_do(tmp_path, monkeypatch, listed, name, can):
+    """The first of them, in words whose order says nothing; where the system lists none, by what Python knows."""
+    monkeypatch.setattr(processor, "LISTED", tmp_path / "cpuinfo")
+    if listed:
+        (tmp_path / "cpuinfo").write_text(listed)
+    known = processor.name.__wrapped__()
+    assert known == name or (name is None and known in (platform.processor(), platform.machine()) and known)
+    assert processor.instructions.__wrapped__() == (can or processor.name())

@@ -10,11 +10,12 @@ from packages import CLOSE, DTYPE, PROMPT, VOCAB, model_of, recipe_of, texts_and
 
 import outrider
 from outrider.models import compiled
-from outrider.models.compiled import DIFFERS, PREFILL, SHAPES, STEPS, Compiled, apart
+from outrider.models.compiled import DIFFERS, PREFILL, SHAPES, STEPS, apart
 from outrider.models.hf import HFModel
 
 even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
-serve, served, cache, started = packages.serve, packages.served, packages.cache, packages.started
+serve, served, fresh = packages.serve, packages.served, packages.fresh
+cache, started = packages.cache, packages.started
 
 
 def read(model: HFModel, tokens: list[int], before: int = 0) -> list[torch.Tensor]:
@@ -92,15 +93,14 @@ def test_one_of_other_weights_is_not_used(built, tmp_path, cache, started, caplo
     assert texts_and_tiers(rt)[0] == texts_and_tiers(outrider.load(other, [], dtype=DTYPE, compile="off"))[0]
 
 
-def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(serve, monkeypatch, caplog):
+def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(fresh, monkeypatch, caplog):
     compiled._say_once.cache_clear()
     times = iter([1.0, 3.0, 1.0, 3.0, 3.0, 1.0, 1.0, 1.0])  # by turns what a package takes and what eager forwards do; then both steps' packages
-    served = serve(100)
     monkeypatch.setattr(compiled, "seconds_of_each", lambda calls, **_: [next(times) for _ in calls])
-    again = Compiled(served.compiled.recipe, served.step)
+    served = fresh()
+    again = served.compiled
     assert tuple(again.packages) == STEPS and again.reason == "eager:package-slower" and next(times, None) is None
     assert caplog.text.count("are read eagerly (eager:package-slower)") == 1
-    served.compiled = again
     assert len(plain(served, [request(PROMPT * 10, max_tokens=4)])[0]) == 4 and served.meter.tier == "compiled"
 
 

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import platform
-import re
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.core.cache import cache_folder
+from outrider.core.processor import name
 
 SIDE, COUNT = 1024, 12  # the products timed: COUNT square matrices of SIDE, more than fits near one core
 ROUNDS = 6  # times that every dtype is timed, in turn, so that what else the machine does meets all of them; the shortest counts
@@ -52,11 +52,7 @@ def bandwidth(device: torch.device = CPU, megabytes: int = 256) -> float:
 
 def processor() -> str:
     """The GPU if there is one, else the processor, by its maker's name."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    listed = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", listed.read_text("utf-8")) if listed.exists() else None
-    return named[1] if named else platform.machine()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else name()
 
 
 def _product_seconds(dtype: torch.dtype, rows: int) -> float:

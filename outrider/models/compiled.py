@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from outrider.core import processor
 from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
@@ -68,8 +69,8 @@ class Recipe:
             VERSION,
             torch.__version__,
             transformers.__version__,
-            torch.backends.cpu.get_cpu_capability(),
-            torch.cpu._is_avx512_bf16_supported(),
+            torch.backends.cpu.get_cpu_capability(),  # which a user may have lowered
+            processor.instructions(),
             dataclasses.astuple(self)[1:],
         )
         digest.update(repr(about).encode())
@@ -224,7 +225,7 @@ class Compiled:
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
-        """Take up a package after it has agreed with the eager step and been faster; its threads are chosen on the way."""
+        """Take up a package after it has agreed with the eager step and been faster, which is not timed again at every start; its threads are chosen on the way."""
         package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
         eager = Prefill(self.step) if shape == PREFILL else self.step
         given = self._given(COLUMNS[shape])
@@ -232,13 +233,15 @@ class Compiled:
             self.reason = "eager:package-differs"
             log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
             return
-        package.place(*given)
-        own, others = seconds_of_each([lambda: package(*given), lambda: eager(*given)])  # in turn: a builder may be at work beside
-        if own > others:
-            self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
-            if shape == PREFILL:  # no step's tier tells it
-                _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
-            return
+        if not package.recalled():
+            package.place(*given)
+            own, others = seconds_of_each([lambda: package(*given), lambda: eager(*given)])  # in turn: a builder may be at work beside
+            if own > others:
+                self.reason = "eager:package-slower"  # seen where weights are borrowed: products of unpacked matrices
+                if shape == PREFILL:  # no step's tier tells it
+                    _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
+                return
+            package.keep()
         if package.note:
             if shape in STEPS:
                 self.tier = f"{WITHOUT}own-kernels"
@@ -250,8 +253,11 @@ class Compiled:
     def _given(self, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """So many columns, or what fits, of a text that a package may be tried on, with something to attend to."""
         width = min(width, max(self.step.store.capacity - slots_for(0) - BEHIND, WIDE))  # positions that the model has
-        table = example(1, width, len(self.step.windows), after=BEHIND)
-        return table, torch.arange(max(64, BEHIND + width)), [torch.randn_like(x) for x in self.step.store.rows(0, 1)]
+        table, read = example(1, width, len(self.step.windows), after=BEHIND), torch.arange(max(64, BEHIND + width))
+        rows = [torch.empty_like(x) for x in self.step.store.rows(0, 1)]
+        for x in rows:
+            x[:, :, : len(read)].normal_()
+        return table, read, rows
 
     @torch.inference_mode()
     def rest(self) -> None:
@@ -260,6 +266,7 @@ class Compiled:
         if self.packages and time.monotonic() - self.placed >= self.trusted:
             for shape, package in self.packages.items():
                 package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
+                package.keep()
             self.placed, self.trusted = time.monotonic(), min(2 * self.trusted, SELDOM)
 
     def settle(self) -> None:

@@ -4,9 +4,11 @@ Weights that lie beside the code and are in memory already (the model's own, ano
 model drive each other out of the caches at every change from one package to the other.
 """
 
+import contextlib
 import functools
 import io
 import json
+import os
 import time
 import zipfile
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.core import processor
 from outrider.models import pages
 
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
@@ -43,6 +46,7 @@ class Package:
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
         self.bytes = file.stat().st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
+        self.file, self.kept = file, -1
         about = self.loader.get_metadata()
         self.independent, self.note = INDEPENDENT.items() <= about.items(), about.get("note", "")
 
@@ -68,6 +72,33 @@ class Package:
         cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience)
         self.threads = counts[cost.index(min(cost))]
         return min(cost)
+
+    def recalled(self) -> bool:
+        """Was this very file found worth having on this very processor before? Then its threads are what they were."""
+        try:
+            found = json.loads(self._beside().read_text("utf-8"))
+            if found["of"] == self._identity() and 1 <= found["threads"] <= self.threads:
+                self.threads = self.kept = int(found["threads"])
+                return True
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # absent or damaged: found out anew
+        return False
+
+    def keep(self) -> None:
+        """Say so beside it, for later starts. Where nothing can be written they find out anew."""
+        if self.threads != self.kept:
+            draft = self._beside().with_suffix(f".{os.getpid()}.json")
+            with contextlib.suppress(OSError):
+                draft.write_text(json.dumps({"of": self._identity(), "threads": self.threads}), "utf-8")
+                draft.replace(self._beside())
+                self.kept = self.threads
+
+    def _beside(self) -> Path:
+        return self.file.with_suffix(".json")
+
+    def _identity(self) -> list[Any]:
+        about = self.file.stat()
+        return [about.st_size, about.st_mtime_ns, processor.name()]
 
 
 def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06) -> list[float]:
