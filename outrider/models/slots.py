@@ -36,7 +36,7 @@ class Aim:
         return self.index[heads]
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # types of transformers are not read (pyproject.toml)
     """One layer's keys and values [rows, heads, capacity, d]; of one slot, until `SlotCache.allocate` has seen their shapes.
 
     `rows`: the keys and values of the rows in the forward at hand, views of them.

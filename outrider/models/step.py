@@ -30,7 +30,7 @@ def grouped_attention(
     query [b, h, w, d], key and value [b, kv, c, d], mask [b, 1, w, c] -> [b, w, h, d].
     """
     if attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[return-value]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     b, h, w, d = query.shape
     share = h // key.shape[1]
     folded = query.clone(memory_format=torch.contiguous_format).view(b, key.shape[1], share * w, d)
