@@ -29,3 +29,8 @@ def _quiet_machine():
         patch.setattr(machine, "fastest_dtype", lambda candidates: "float32")
         patch.setattr(profiler, "PATIENCE", 0.0)
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of packages come last: these are built meanwhile, and no worker waits for them while there is something else to do."""
+    items.sort(key=lambda item: "built" in item.fixturenames)
