@@ -142,6 +142,7 @@ def test_where_the_house_s_attention_cannot_be_built_torch_s_is(tmp_path, monkey
 
 
 @pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
+@pytest.mark.slow
 def test_a_product_without_a_kernel_of_the_house_s_costs_no_attention(tmp_path, monkeypatch):
     """Torch's products are let in first, torch's attention last, and before both what lies between the kernels of one column leaves the stack; a model that compiles in
     no way is an error."""

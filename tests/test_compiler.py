@@ -94,7 +94,7 @@ def test_code_of_usual_steps_equals_the_interpreter(rule: str, control: Any) -> 
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])
-@pytest.mark.parametrize("seed", always(10, range(40)))
+@pytest.mark.parametrize("seed", always(6, range(40)))
 def test_passes_change_no_text(rule: str, seed: int) -> None:
     """Law 4: each pass alone, and some in a random order, on a program that is run."""
     rng = random.Random(f"{seed} {rule}")

@@ -81,7 +81,7 @@ def told(seq):
 @pytest.mark.parametrize(
     "how", [{}, {"rule": "coupled", "temperature": 0.8}, {"rule": "coupled", "temperature": 1.1, "top_p": 0.9, "top_k": 20}], ids=str
 )
-@pytest.mark.parametrize("name", always(2, ["llama", "gpt2", "gemma2"]))
+@pytest.mark.parametrize("name", always(1, ["llama", "gpt2", "gemma2"]))
 @pytest.mark.parametrize("seed", always(1, range(2)))
 def test_any_sequence_of_plans_writes_what_it_writes_level_by_level(name, seed, how, asked, monkeypatch):
     wanted = request(LOOP, "r", max_tokens=70, **how)
