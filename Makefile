@@ -1,10 +1,10 @@
 # `make demo` and `make test` need Python >= 3.11, git and a C compiler; they make .venv and install into it.
-# A torch that PYTHON already has is used as it is. TORCH_INDEX=URL installs torch from that wheel index (a GPU build, say).
+# A torch that PYTHON already has is used as it is, but for one in an environment, which .venv would not see. TORCH_INDEX=URL installs torch from that wheel index (a GPU build, say).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-HAS_TORCH := $(shell $(PYTHON) -c 'import torch; print(1)' 2>/dev/null)
+HAS_TORCH := $(shell $(PYTHON) -c 'import sys, torch; print(1) if sys.prefix == sys.base_prefix else None' 2>/dev/null)
 RECIPE ?= recipes/reference-cpu.toml
 DATA ?= ../shared/data
 

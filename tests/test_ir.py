@@ -72,6 +72,7 @@ def test_there_are_ten_and_none_checks_nothing() -> None:
         ("on %text depth", "on %txt depth", "3:40", "%txt is used before it is defined"),
         ("on %text depth", "in %text depth", "3:37", "on a context, over or after a draft"),
         ("on %text depth", "after %text depth", "3:", "a draft is wanted here"),
+        (": sampled", ": 3", "3:", "identifier expected: a kind"),
         (": sampled", ": drawn", "3:", "a drafter proposes point or sampled drafts, not 'drawn'"),
         ("width 1", "width 0", "3:3", "'model' at width 0 would guess nothing"),
         ("width 1", 'width 1 order "random"', "3:3", "'random' is no order of growth"),

@@ -131,7 +131,7 @@ class ProposeOp(IRDLOperation):
         given: dict[str, Any] = {word: value_of(hole(parser, word)) for word in ("depth", "width", "sample")}
         given |= {word: parser.parse_str_literal() for word in ("order", "shape", "device") if parser.parse_optional_keyword(word)}
         parser.parse_punctuation(":")
-        start, kind = parser.pos, parser.parse_identifier("a kind")
+        start, kind = parser.pos, parser.parse_identifier(context_msg=": a kind")
         if kind not in (POINT, SAMPLED):
             parser.raise_error(f"a drafter proposes {POINT} or {SAMPLED} drafts, not '{kind}'", start, parser.pos)
         op = cls(drafter, at, kind, how=how, beside=beside, **given)
@@ -197,7 +197,7 @@ class RelayOp(IRDLOperation):
         parser.parse_keyword("over")
         at, depth = draft_operand(parser), value_of(hole(parser, "depth"))
         parser.parse_punctuation(":")
-        return cls(drafter, at, parser.parse_identifier("a kind"), depth)
+        return cls(drafter, at, parser.parse_identifier(context_msg=": a kind"), depth)
 
     def print(self, printer: Printer) -> None:
         printer.print_string(f' "{self.drafter.data}" over ')

@@ -48,7 +48,7 @@ class DraftType(ParametrizedAttribute, TypeAttribute):
     def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
         with parser.in_angle_brackets():
             start = parser.pos
-            kind = parser.parse_identifier("a kind")
+            kind = parser.parse_identifier(context_msg=": a kind")
             if kind not in (POINT, SAMPLED, MIXED):
                 parser.raise_error(f"'{kind}' is no kind of draft: {POINT}, {SAMPLED} or {MIXED}", start, parser.pos)
             return [StringAttr(kind)]
