@@ -81,7 +81,7 @@ def test_all_drafters_of_a_request_read_one_index() -> None:
 
 @pytest.mark.parametrize("name", always(1, KINDS))
 @pytest.mark.parametrize("asked", [{}, {"rule": "coupled", "seed": 5, "temperature": 0.8}], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("noise", [0.05, 0.3])
+@pytest.mark.parametrize("noise", always(1, [0.3, 0.05]))
 def test_who_reads_ahead_guesses_the_same_in_fewer_steps(name, asked, noise, request):
     """What followed the same words before is read along, and kept as far as it is what the model says: token for token over a whole text, which repeats
     itself. `levels` tells the steps; caches hold nothing of what was read in vain, or later guesses would differ."""

@@ -107,7 +107,7 @@ def test_passes_change_no_text(rule: str, seed: int) -> None:
         assert text == plain, f"{front}\n{show(Pipeline(passes(front)).run(module.clone()))}"
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize("rule", always(1, ["coupled", "greedy"]))
 @pytest.mark.parametrize("first", always(1, range(0, 80, 20)))
 def test_any_program_runs_under_the_scheduler(first: int, rule: str) -> None:
     """Whoever is asked first about nodes, twice about roots, or about roots after nodes: it answers, and the text stays."""

@@ -128,7 +128,7 @@ def test_no_chain_in_one_call_where_guesses_are_drawn_or_look_at_the_text(asked,
     assert records("llama", Plan((("model", 4, 1),)), 0.2, temperature=0.9, **asked)[1]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", always(1, KINDS))
 def test_a_chain_that_ran_past_an_end_token_leaves_no_nodes_behind(name, far, monkeypatch):
     """On a device it is seen afterwards. What was computed there is no node: others get its number, and their keys are not taken for it."""
     cut = engines.cut

@@ -127,7 +127,7 @@ def test_two_names_that_say_the_same_are_no_contradiction(rt):
 # --- what they do
 
 
-@pytest.mark.parametrize("most", always(2, [2, 0, 1, 5]))
+@pytest.mark.parametrize("most", always(1, [2, 0, 1, 5]))
 @pytest.mark.parametrize("way", [{}, SEEDED, DRAWN], ids=["greedy", "seeded", "drawn"])
 @pytest.mark.parametrize(
     "plan", always(1, [Plan((("lookup", 8, 1), ("model", 8, 1))), Plan((("model", 3, 2), ("lookup", 8, 1)))]), ids=["chains", "trees"]
