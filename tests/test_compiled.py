@@ -413,10 +413,10 @@ def test_what_was_said_of_another_package_is_not_believed(fresh, monkeypatch, tr
         monkeypatch.setattr(package.processor, "name", lambda: "another")
     else:
         note.write_text(note.read_text()[:-1] if trouble == "damaged" else '["of", "threads"]')
-    assert not wide.recalled()
-    wide.kept = -1
-    wide.keep()
-    assert wide.recalled() and [file.name for file in sorted(note.parent.glob("*.json"))] == ["any.json", "one.json", "prefill.json"]
+    later = package.Package(wide.file, wide.weights, True)
+    assert not later.recalled()
+    later.keep()
+    assert later.recalled() and [file.name for file in sorted(note.parent.glob("*.json"))] == ["any.json", "one.json", "prefill.json"]
 
 
 def test_a_package_that_is_not_built_as_it_should_be_says_why(serve, monkeypatch, caplog):

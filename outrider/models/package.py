@@ -34,6 +34,7 @@ class Package:
     """
 
     def __init__(self, file: Path, known: dict[str, Tensor], frozen: bool) -> None:
+        about = file.stat()
         torch.cpu._init_amx()  # Linux lends a processor's tiles to a process that asks; without, code that has them would end it
         self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
         self.threads = torch.get_num_threads()
@@ -44,11 +45,11 @@ class Package:
         if self.weights:  # else they are part of its code
             self.loader.load_constants(self.weights, False, True, True)
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
-        self.bytes = file.stat().st_size - sum([w.nbytes for w in carried.values()]) + own
+        self.bytes = about.st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
-        self.file, self.kept = file, -1
-        about = self.loader.get_metadata()
-        self.independent, self.note = INDEPENDENT.items() <= about.items(), about.get("note", "")
+        self.file, self.of, self.kept = file, [about.st_size, about.st_mtime_ns, processor.name()], -1
+        told = self.loader.get_metadata()
+        self.independent, self.note = INDEPENDENT.items() <= told.items(), told.get("note", "")
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         before = torch.get_num_threads()
@@ -77,7 +78,7 @@ class Package:
         """Was this very file found worth having on this very processor before? Then its threads are what they were."""
         try:
             found = json.loads(self._beside().read_text("utf-8"))
-            if found["of"] == self._identity() and 1 <= found["threads"] <= self.threads:
+            if found["of"] == self.of and 1 <= found["threads"] <= self.threads:
                 self.threads = self.kept = int(found["threads"])
                 return True
         except (OSError, ValueError, KeyError, TypeError):
@@ -89,16 +90,12 @@ class Package:
         if self.threads != self.kept:
             draft = self._beside().with_suffix(f".{os.getpid()}.json")
             with contextlib.suppress(OSError):
-                draft.write_text(json.dumps({"of": self._identity(), "threads": self.threads}), "utf-8")
+                draft.write_text(json.dumps({"of": self.of, "threads": self.threads}), "utf-8")
                 draft.replace(self._beside())
                 self.kept = self.threads
 
     def _beside(self) -> Path:
         return self.file.with_suffix(".json")
-
-    def _identity(self) -> list[Any]:
-        about = self.file.stat()
-        return [about.st_size, about.st_mtime_ns, processor.name()]
 
 
 def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06) -> list[float]:
