@@ -52,7 +52,7 @@ bench-gpu: $(VENV)/ready native
 	$(BIN)/outrider bench schedule --device cuda --rounds 2 --out docs/results/gpu
 	$(BIN)/outrider bench synthetic --device cuda --shape 8b --compile --contexts 128,2048,8192 --out docs/results/gpu
 
-# The host's part of a step in machine code, for these sources: what a second start would begin (two minutes).
+# The host's part of a step in machine code, for these sources: what a second start would begin (four to nine minutes).
 native: $(VENV)/ready
 	$(BIN)/python -m outrider.runtime.native_builder
 

@@ -184,6 +184,36 @@ def test_what_agrees_is_kept_and_the_oldest_builds_go(place, monkeypatch):
     assert {folder.name for folder in place.parent.iterdir()} == {place.name, "a", "b", "failed"}
 
 
+@pytest.mark.parametrize("says", ["gcc 12\nCopyright (C) 2022 Free Software Foundation, Inc.", "Apple clang version 17"])
+def test_code_is_laid_out_by_what_a_first_build_counted_where_the_compiler_counts(place, monkeypatch, says):
+    ran = []
+
+    def run(command: list[str], environment: dict[str, str], cwd: Path | None = None) -> str:
+        if command[-1] == "--version":
+            return says
+        if cwd:
+            (cwd / command[3]).mkdir()
+            ran.append((command[3], command[4]))
+        elif command[-1] == "practise":
+            assert Path(environment[native.SWITCH]).is_dir()
+            ran.append((Path(environment[native.SWITCH]).name, "practise"))
+        return "native\n[[2]]"
+
+    monkeypatch.setattr(native_builder, "_run", run)
+    native_builder.main(place)
+    counted = [("counted", native_builder.COUNT), ("counted", "practise"), ("built", native_builder.COUNTED)]
+    assert ran == (counted if "Free" in says else [("built", "")])
+
+
+def test_what_killed_builders_left_behind_goes_and_what_is_being_built_stays(place, monkeypatch):
+    for name in ("dead", "alive"):
+        (place.parent / name / "work.1" / "build").mkdir(parents=True)
+    monkeypatch.setattr(cache, "held", lambda builder, folder: folder.name == "alive")
+    monkeypatch.setattr(native_builder, "_run", lambda command, environment, cwd=None: (cwd / "built").mkdir() if cwd else "native\n[[2]]")
+    native_builder.main(place)
+    assert {str(work.relative_to(place.parent)) for work in place.parent.glob("*/*")} == {f"{place.name}/built", "alive/work.1"}
+
+
 def test_one_process_builds_and_what_was_edited_meanwhile_is_not_kept(place, monkeypatch):
     monkeypatch.setattr(cache, "held", lambda builder, folder: True)
     place.mkdir(parents=True)

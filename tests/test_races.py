@@ -47,7 +47,7 @@ def made(tmp_path_factory) -> ModuleType:
     (work / "outrider" / "core").mkdir(parents=True)
     for name in ("races.c", "race.h"):
         shutil.copy(HERE / "core" / name, work / "outrider" / "core")
-    subprocess.run([sys.executable, "-c", MAKE, RACES], cwd=work, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", MAKE, "built", "", RACES], cwd=work, check=True, capture_output=True)
     spec = importlib.util.spec_from_file_location(RACES, work / "built" / "outrider" / "core" / f"races{EXTENSION_SUFFIXES[0]}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,11 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import outrider
 from outrider.control.fixed import fixed
 from outrider.core import cache
 from outrider.core.noise import RowNoise
@@ -25,6 +28,7 @@ from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.models.chain import Chain
 from outrider.models.toy import ToyModel
+from outrider.reference import tasks
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import BUILDER, HERE, KINDS, RACES, SWITCH, host, place, sources
 
@@ -38,16 +42,20 @@ follow_imports = skip
 MAKE = """import os, sys
 from mypyc.build import mypycify
 from setuptools import Extension, setup
-made = mypycify(["--config-file=types.ini", *sys.argv[2:]], opt_level="2") if sys.argv[2:] else []
+into, counts, races, *modules = sys.argv[1:]
+made = mypycify(["--config-file=types.ini", *modules], opt_level="2", debug_level="0") if modules else []
 direct = ["-fvisibility=hidden", "-fno-semantic-interposition", "-fno-plt"] if os.name == "posix" else []
 for one in made:  # functions that call each other need not be found by name; the list that they have is one for all
-    one.extra_compile_args = [*one.extra_compile_args, *direct]
+    own = counts.split() if one.name.endswith("__mypyc") else []  # all of the code is in that one
+    one.extra_compile_args, one.extra_link_args = [*one.extra_compile_args, *direct, *own], own
 how = ["-O3", "-fopenmp-simd", "-fno-fast-math", "-ffp-contract=off"]  # whatever CFLAGS say
 libraries = ["m"] if os.name == "posix" else []
-made.append(Extension(sys.argv[1], [sys.argv[1].replace(".", "/") + ".c"], libraries=libraries, extra_compile_args=how))
-setup(name="host", packages=[], script_args=["build_ext", "-b", "built"], ext_modules=made)
+made.append(Extension(races, [races.replace(".", "/") + ".c"], libraries=libraries, extra_compile_args=how))
+setup(name="host", packages=[], script_args=["build_ext", "-b", into], ext_modules=made)
 """
-VOCAB = 13
+COUNT, COUNTED = "-fprofile-generate -fprofile-update=single", "-fprofile-use"  # GCC's
+TEXTS, VOCAB = 16, 13
+BUILD = [sys.executable, "-m", BUILDER]
 
 
 def build(folder: Path) -> None:
@@ -60,8 +68,8 @@ def build(folder: Path) -> None:
         (work / "types.ini").write_text(TYPES)
         for file in (work / file.relative_to(HERE.parent) for file in sources()):
             file.write_text(constructed(file.read_text("utf-8")), "utf-8")
-        _run([sys.executable, "-c", MAKE, RACES, *[str(file.relative_to(HERE.parent)) for file in sources()]], {}, work)
-        told = [_run([sys.executable, "-m", BUILDER, "witness"], {SWITCH: given}).split("\n", 1) for given in ("python", str(work / "built"))]
+        _make(work, [str(file.relative_to(HERE.parent)) for file in sources()])
+        told = [_run([*BUILD, "witness"], {SWITCH: given}).split("\n", 1) for given in ("python", str(work / "built"))]
         if told[1][0] != "native":
             raise RuntimeError(f"what was built is not used: {told[1][0]}")
         if told[0][1:] != told[1][1:]:
@@ -70,6 +78,20 @@ def build(folder: Path) -> None:
             (work / "built").replace(folder / "built")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _make(work: Path, modules: list[str]) -> None:
+    """Into work/built. Where the compiler is GCC, it is made twice: what the first one counts while it writes texts says to the second one what belongs
+    together, and a step, which finds most of its code in memory, touches less of that."""
+
+    def make(into: str, counts: str) -> None:
+        _run([sys.executable, "-c", MAKE, into, counts, RACES, *modules], {}, work)
+
+    cc = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    if counts := "Free Software Foundation" in _run([*cc, "--version"], {}):
+        make("counted", COUNT)
+        _run([*BUILD, "practise"], {SWITCH: str(work / "counted")})
+    make("built", COUNTED if counts else "")
 
 
 def constructed(text: str) -> str:
@@ -112,6 +134,17 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None = Non
         said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         raise RuntimeError(said[-1] if said else f"ended with {done.returncode}")
     return done.stdout
+
+
+def practise() -> None:
+    """Texts such as users have written, of the reference pair: greedy and drawn, plain and with drafters, one and several at a time."""
+    rt = outrider.load(compile="off", profile="off", dtype="float32", rows=3, context=1024)
+    ways = itertools.cycle(itertools.product((0.0, 1.0), ("auto", "off", "auto", "lookup")))
+    for n, (task, (temperature, drafters)) in enumerate(zip(tasks.mixture(0, TEXTS), ways, strict=False)):
+        how: dict[str, Any] = {"temperature": temperature, "rule": "coupled", "speculation": drafters, "seed": n, "max_tokens": 64}
+        rt.chat([*task.prompt], **how)
+        rt.generate(task.prompt[-1]["content"], **how)
+    rt.generate([task.prompt[-1]["content"] for task in tasks.mixture(TEXTS, 6)], max_tokens=64)
 
 
 def witness() -> list[list[int]]:
@@ -176,16 +209,22 @@ def main(folder: Path, later: float = 0.0) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove the oldest builds, all but the latest KEPT, and never this one; what another process finds is whole or not there."""
-    made = sorted((f for f in folder.parent.iterdir() if f != folder and (f / "built").is_dir()), key=lambda f: f.stat().st_mtime)
+    """Remove the oldest builds, all but the latest KEPT, and never this one; what another process finds is whole or not there. And what builders that were
+    killed left behind: tens of megabytes each."""
+    others = [f for f in folder.parent.iterdir() if f.is_dir()]
+    made = sorted((f for f in others if f != folder and (f / "built").is_dir()), key=lambda f: f.stat().st_mtime)
     for old in made[: max(len(made) + 1 - KEPT, 0)]:
         gone = old.rename(old.with_suffix(".gone"))
         shutil.rmtree(gone, ignore_errors=True)
+    for left in [work for f in others if not cache.held(BUILDER, f) for work in f.glob("work.*")]:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["witness"]:
         print(host.tier, witness(), sep="\n")
+    elif sys.argv[1:] == ["practise"]:
+        practise()
     else:
         cache.step_back()
         main(place(), *map(float, sys.argv[1:]))
