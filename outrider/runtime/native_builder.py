@@ -138,7 +138,7 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None = Non
 
 def practise() -> None:
     """Texts such as users have written, of the reference pair: greedy and drawn, plain and with drafters, one and several at a time."""
-    rt = outrider.load(compile="off", profile="off", dtype="float32", rows=3, context=1024)
+    rt = outrider.load(device="cpu", compile="off", profile="off", dtype="float32", rows=3, context=1024)
     ways = itertools.cycle(itertools.product((0.0, 1.0), ("auto", "off", "auto", "lookup")))
     for n, (task, (temperature, drafters)) in enumerate(zip(tasks.mixture(0, TEXTS), ways, strict=False)):
         how: dict[str, Any] = {"temperature": temperature, "rule": "coupled", "speculation": drafters, "seed": n, "max_tokens": 64}
