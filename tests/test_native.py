@@ -205,6 +205,25 @@ def test_code_is_laid_out_by_what_a_first_build_counted_where_the_compiler_count
     assert ran == (counted if "Free" in says else [("built", "")])
 
 
+def test_practice_is_plain_and_drafted_alone_and_together(monkeypatch):
+    """Who is not practised is laid out of the way: both drafters, plain steps, drawn texts and several rows at a time must be among its steps."""
+    seqs, load = [], native_builder.load
+
+    def watched(**how):
+        rt = load(**how)
+        submit = rt.engine.submit
+        rt.engine.submit = lambda request: seqs.append(submit(request)) or seqs[-1]
+        return rt
+
+    monkeypatch.setattr(native_builder, "load", watched)
+    monkeypatch.setattr(native_builder, "TEXTS", 5)
+    native_builder.practise()
+    records = [record for seq in seqs for record in seq.records]
+    assert {"lookup", "model"} <= {name for record in records for name in record.levels}
+    assert any(not record.levels for record in records) and any(sum(record.accepted) for record in records)
+    assert {seq.request.sampling.temperature for seq in seqs} == {0.0, 1.0} and {len(record.context) for record in records} >= {1, 3}
+
+
 def test_what_killed_builders_left_behind_goes_and_what_is_being_built_stays(place, monkeypatch):
     for name in ("dead", "alive"):
         (place.parent / name / "work.1" / "build").mkdir(parents=True)

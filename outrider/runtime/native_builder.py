@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import outrider
 from outrider.control.fixed import fixed
 from outrider.core import cache
 from outrider.core.noise import RowNoise
@@ -29,6 +28,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.models.chain import Chain
 from outrider.models.toy import ToyModel
 from outrider.reference import tasks
+from outrider.runtime.assemble import load
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import BUILDER, HERE, KINDS, RACES, SWITCH, host, place, sources
 
@@ -88,10 +88,10 @@ def _make(work: Path, modules: list[str]) -> None:
         _run([sys.executable, "-c", MAKE, into, counts, RACES, *modules], {}, work)
 
     cc = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    if counts := "Free Software Foundation" in _run([*cc, "--version"], {}):
+    if counting := "Free Software Foundation" in _run([*cc, "--version"], {}):
         make("counted", COUNT)
         _run([*BUILD, "practise"], {SWITCH: str(work / "counted")})
-    make("built", COUNTED if counts else "")
+    make("built", COUNTED if counting else "")
 
 
 def constructed(text: str) -> str:
@@ -138,7 +138,7 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None = Non
 
 def practise() -> None:
     """Texts such as users have written, of the reference pair: greedy and drawn, plain and with drafters, one and several at a time."""
-    rt = outrider.load(device="cpu", compile="off", profile="off", dtype="float32", rows=3, context=1024)
+    rt = load(device="cpu", compile="off", profile="off", dtype="float32", rows=3, context=1024)
     ways = itertools.cycle(itertools.product((0.0, 1.0), ("auto", "off", "auto", "lookup")))
     for n, (task, (temperature, drafters)) in enumerate(zip(tasks.mixture(0, TEXTS), ways, strict=False)):
         how: dict[str, Any] = {"temperature": temperature, "rule": "coupled", "speculation": drafters, "seed": n, "max_tokens": 64}
