@@ -23,6 +23,8 @@ from outrider.core import processor
 from outrider.models import pages
 
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
+WAKE = 48 << 20  # bytes that another model's forward reads in between: a draft's first forward of a step finds nothing of its own in the caches
+IN_A_ROW = 3  # forwards until then: a chain's later ones find what the first has read
 
 
 class Package:
@@ -61,18 +63,18 @@ class Package:
         finally:
             torch.set_num_threads(before)
 
-    def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> float:
-        """Choose how many threads run it, the fewer where that is no slower (a small step waits more for its threads
-        than they bring). Measured here; returns its seconds."""
-        counts = sorted({1, torch.get_num_threads()})
+    def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
+        """Choose how many threads run it, the fewer where that is no slower: a small step waits more for its threads than they bring, but not where it has
+        to fetch its weights. Measured here, the way it runs in a step: some forwards in a row after another model's."""
+        counts, wake = sorted({1, torch.get_num_threads()}), torch.ones(WAKE // 4)
 
         def on(threads: int) -> None:
             self.threads = threads
-            self(table, read, rows)
+            for _ in range(IN_A_ROW):
+                self(table, read, rows)
 
-        cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience)
+        cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience, between=wake.sum)
         self.threads = counts[cost.index(min(cost))]
-        return min(cost)
 
     def recalled(self) -> bool:
         """Was this very file found worth having on this very processor before? Then its threads are what they were."""
@@ -98,12 +100,14 @@ class Package:
         return self.file.with_suffix(".json")
 
 
-def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06) -> list[float]:
-    """The lower quartile of 3 to 50 calls of each, as many as fit into `patience` seconds a piece, made in turn: what else the machine does meanwhile meets all of them."""
+def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06, between: Callable[[], object] = int) -> list[float]:
+    """The lower quartile of 3 to 50 calls of each, as many as fit into `patience` seconds a piece, made in turn: what else the machine does meanwhile meets all of them.
+    What is done `between` them is not timed."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + patience * len(calls)
     while len(times[0]) < 3 or (len(times[0]) < 50 and time.perf_counter() < end):
         for call, taken in zip(calls, times, strict=True):
+            between()
             start = time.perf_counter()
             call()
             taken.append(time.perf_counter() - start)
