@@ -1,13 +1,11 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
-import contextlib
-import importlib
 import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,15 @@ import torch
 from outrider.core.cache import step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
-from outrider.models import attention, load, microkernel
-from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, Recipe, example
+from outrider.models import attention, load, microkernel, room
+from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, STEPS, Recipe, example
 from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
 BESIDE, IN_CODE = {INSIDE: False, APART: "pickle_weights"}, {INSIDE: True, APART: None}  # weights beside the code can be shared
 TUNED = [{"max_autotune": True, **BESIDE, "max_autotune_gemm_backends": some} for some in ("CPP", "CPP,ATEN")]  # Gemma-2 has products that need ATEN
-STACK = "aot_inductor.allow_stack_allocation"  # for what lies between kernels, if its size is fixed and small: making and freeing tensors takes a twentieth of a step
+STACK = "aot_inductor.allow_stack_allocation"  # what lies between kernels is not made and freed tensor by tensor, which takes a twentieth of a step
 STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
@@ -35,7 +33,7 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     fast = microkernel.few_rows(step.module.dtype) is not None
     how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
     ways = (
-        [*[STACKED] * (shape == "one"), *TUNED, {}] if frozen and (fast or shape == "one") else [{}]
+        [*[STACKED] * (shape in STEPS), *TUNED, {}] if frozen and (fast or shape == "one") else [{}]
     )  # Inductor's products, at one row the faster in any dtype; then oneDNN's
     attends = [own, grouped_attention] if fast and (own := attention.attention(step.module.dtype)) else [grouped_attention]
     tries, draft, failed = list(itertools.product(attends, ways)), file.with_suffix(f".{os.getpid()}.pt2"), ""
@@ -71,45 +69,8 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
         note = note | INDEPENDENT
-    with torch.no_grad(), _laid_out(bool(how.get(STACK))):
+    with torch.no_grad(), room.kept(bool(how.get(STACK))):
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
-
-
-@contextlib.contextmanager
-def _laid_out(on_stack: bool) -> Iterator[None]:
-    """Who writes a package's calls is chosen by STACK, too, but once a process. Builds on Inductor's internal interface, as `microkernel` does."""
-    if not on_stack:
-        yield
-        return
-    inductor: Any = importlib.import_module("torch._inductor.codegen.common")
-    inductor.init_backend_registration()
-    cpu = inductor.device_codegens["cpu"]
-    before, cpu.cpp_wrapper_codegen = cpu.cpp_wrapper_codegen, _wrapper()
-    try:
-        yield
-    finally:
-        cpu.cpp_wrapper_codegen = before
-
-
-def _wrapper() -> Any:
-    """Inductor's class that writes calls with buffers on the stack, but for what the package gives: that would lie where its next call writes."""
-    written: Any = importlib.import_module("torch._inductor.codegen.cpp_wrapper_cpu_array_ref")
-    graph: Any = importlib.import_module("torch._inductor.virtualized").V
-
-    class Wrapper(written.CppWrapperCpuArrayRef):  # type: ignore[misc]
-        @staticmethod
-        def create(*_: Any, **__: Any) -> "Wrapper":
-            return Wrapper()
-
-        def can_stack_allocate_buffer(self, buffer: Any) -> bool:
-            return buffer.get_name() not in graph.graph.get_output_names() and super().can_stack_allocate_buffer(buffer)
-
-        def generate_return(self, output_refs: list[str]) -> None:
-            if shared := set(graph.graph.get_output_names()) & set(self.stack_allocated_buffers):
-                raise RuntimeError(f"{sorted(shared)} would be given from the stack")  # in memory used a second time
-            super().generate_return(output_refs)
-
-    return Wrapper
 
 
 def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
