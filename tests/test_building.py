@@ -3,9 +3,12 @@
 Nothing here waits for a package, so these tests run while those of `test_compiled` are being built.
 """
 
+import ctypes
 import dataclasses
+import itertools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +182,34 @@ def test_what_would_be_given_from_the_stack_is_written_in_another_way():
     given = SimpleNamespace(get_output_names=lambda: ["buf1", "buf2"])
     with torch._inductor.virtualized.V.set_graph_handler(given), pytest.raises(RuntimeError, match=r"\['buf2'\] would be given from the stack"):
         writes.generate_return(["buf1", "buf2"])
+
+
+ASKED = """
+#include <cstdint>
+extern "C" void ask(int calls, int count, const int64_t* sizes, uintptr_t* where) {
+    for (int call = 0; call < calls; call++) {
+        Room room;
+        for (int i = 0; i < count; i++) where[call * count + i] = reinterpret_cast<uintptr_t>(room.take<char>(sizes[i]));
+    }
+}
+"""
+
+
+@pytest.mark.skipif(not compiled.has_compiler(), reason="no compiler")
+def test_what_is_given_room_in_a_call_lies_apart_and_starts_a_line(tmp_path):
+    """However much it is; and what fits into the room that is kept lies where it lay in the call before."""
+    source, made, size = tmp_path / "room.cpp", tmp_path / "room.so", 1 << 20
+    source.write_text(room.ROOM + ASKED)
+    subprocess.run([os.environ.get("CXX", "g++"), "-std=c++17", "-shared", "-fPIC", "-o", str(made), str(source)], check=True)
+    sizes = [1, 0, 3 * size, 70, 2 * size, size // 2, 5 * size, 64]
+    asked, where = (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_size_t * (2 * len(sizes)))()
+    ctypes.CDLL(str(made)).ask(2, len(sizes), asked, where)
+    for call in (list(where[: len(sizes)]), list(where[len(sizes) :])):
+        ends = sorted((at, at + bytes_) for at, bytes_ in zip(call, sizes, strict=True) if bytes_)
+        assert all(end <= after for (_, end), (after, _) in itertools.pairwise(ends)) and all(at % 64 == 0 for at in call)
+    kept = [i for i, bytes_ in enumerate(sizes) if bytes_ not in (2 * size, 5 * size)]
+    assert [where[i] for i in kept] == [where[len(sizes) + i] for i in kept]
+    assert where[7] - where[0] < 4 * size < sum(sizes)
 
 
 def test_a_forward_that_breaks_the_graph_is_not_tried_in_other_ways(tmp_path, monkeypatch):
