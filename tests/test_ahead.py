@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zoo
@@ -345,6 +346,49 @@ def test_nobody_is_asked_for_whom_what_is_there_would_be_left() -> None:
     for room, asked in ((99.0, True), (1.3, False)):
         starts_, step, draft = beside(room)
         assert starts_._outdoes(step, "model", draft) == asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({}, True),
+        ({"said": {"lookup": 0.99}}, False),  # it says more by itself
+        ({"said": {}}, False),  # it was not looked at
+        ({"sure": {}}, False),  # nothing was asked of the other in this text
+        ({"sure": {"model": 0.2}}, False),  # who is worth little here
+        ({"steps": {"model": 1.0}}, False),  # who does not read ahead
+        ({"names": ["lookup"]}, False),  # who may not be asked
+        ({"number": starts.HEARD}, False),  # now and then both are heard
+        ({"rows": 2}, False),
+    ],
+)
+def test_a_step_is_left_to_who_reads_ahead_and_is_worth_more(changes: dict[str, Any], left: bool) -> None:
+    starts_, step, _ = beside(99.0, rows=changes.get("rows", 1))
+    row = step.rows[0]
+    row.said = {"lookup": 0.5}
+    for name in ("said", "sure", "steps"):
+        setattr(row, name, changes.get(name, getattr(row, name)))
+    step.names, step.number = changes.get("names", ["lookup", "model"]), changes.get("number", 1)
+    asked = tree.empty(len(step.rows))
+    seqs = [SimpleNamespace(tokens=[1, 2], request=SimpleNamespace(id=str(r))) for r in range(len(step.rows))]
+    assert starts_._left(step, "lookup") == left
+    assert starts_.may(step, seqs, "lookup", asked, cheap=True) == (not left)
+
+
+def test_where_a_model_reads_what_lookup_would_say_lookup_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It saves drafting, and columns of what the model would not say; where nobody reads ahead it is asked as ever."""
+    priced = costs(linear(0.15), FREE | {"lookup": linear(0.06, 0.0), "model": linear(0.2, 0.0)}) | {
+        "catch_up": {"lookup": [1, 1e-4], "model": [1, 1e-4]}
+    }
+    of = trace(3, priced, {"lookup": lambda t, d: 0.75 if t > 4 else 0.0, "model": lambda t, d: 0.97}, texts=6, length=200)
+    took = {}
+    for every, heard in itertools.product((1, 5), (starts.HEARD, 1)):
+        monkeypatch.setattr(starts, "HEARD", heard)
+        given = reading(of, every)
+        records = list(itertools.chain(*drive(given, adaptive(given))))
+        took[every, heard] = seconds(records), sum(bool(r.levels.get("lookup")) for r in records) / len(records)
+    assert took[1, starts.HEARD] == took[1, 1]
+    assert took[5, 8][0] < 0.97 * took[5, 1][0] and took[5, 8][1] < 0.5 * took[5, 1][1]
 
 
 def test_in_a_batch_a_level_is_a_step() -> None:

@@ -91,7 +91,7 @@ class Adaptive:
             return OFF, self._earn(page.cheapest - room, page)
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
-        self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0)
+        self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0, names=names)
         near = max([row.reach for row in rows]) > NEAR and page.deepest > NEAR
         return self._planned(page, names, REACHES[near]), "off:no-guess"
 

@@ -43,6 +43,7 @@ class Row:
     looked: int = 0  # so often
     seldom: int = 1  # LOST, or 1
     looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)
+    said: dict[str, float] = field(default_factory=dict)  # what they told last
     looking: float = 0.0  # seconds that these took to read what is new, in the step under way
 
 
@@ -85,11 +86,12 @@ def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]
         row.looks[name] = getattr(seq.slots.get(name), "chance", None)
     look = row.looks[name]
     read = row.read.get(name, 0)
+    row.said.pop(name, None)
     if look is None or len(seq.tokens) - read > (LATE if read else EARLY):
         return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)
     start = time.perf_counter()
-    chance = look(seq.tokens)
+    chance = row.said[name] = look(seq.tokens)
     row.looking += time.perf_counter() - start
     return SILENT if chance <= 0 else GUESSES if row.vain.get(name, 0) >= PATIENCE or chance >= least(name, row.history) else UNPAID
 

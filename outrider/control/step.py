@@ -41,6 +41,7 @@ class Step:
     refused: bool = False  # did the guard keep a drafter from starting?
     queued: bool = False  # is all that is drafted being verified already?
     reads: bool = False  # does a drafter read before it begins?
+    names: list[str] = field(default_factory=list)  # who may be asked
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
     def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:
@@ -75,7 +76,7 @@ class Step:
         """`deeper` of a chain that a drafter makes by itself. What others have said beside it is what it says, too, or as good as lost: it is weighed alone."""
         name, own, self.heard = self.going, self.own, True
         depth, level = len(own) + 1, self.levels[name]
-        chance = self._chance(self.rows[0], name, depth, score)
+        chance = self.chance(self.rows[0], name, depth, score)
         own.append((own[-1] if own else 1.0) * chance)
         if free:
             return True
@@ -90,10 +91,10 @@ class Step:
         """Chances of a guess that is not yet made and of those below it. Who is sure goes on to be: they are as likely as the guess before."""
         if place < 0:
             return self.tables.first(name, self.rows[~place].history), self.page.after[name]
-        chance = self._chance(self.rows[draft.row[place]], name, draft.depth[place], draft.score[place])
+        chance = self.chance(self.rows[draft.row[place]], name, draft.depth[place], draft.score[place])
         return chance, chance
 
-    def _chance(self, row: Row, name: str, depth: int, score: float) -> float:
+    def chance(self, row: Row, name: str, depth: int, score: float) -> float:
         """That a node is accepted if its parent is, in this text."""
         chance, bias = self.tables.chance(name, depth, score, row.history), row.bias.get(name)
         return bias.of(chance) if bias is not None else chance
@@ -137,7 +138,7 @@ class Step:
             if depth <= LEVELS or source != before or score != known:
                 row, p = self.rows[draft.row[n]], 0.0
                 for name in marked(source):
-                    p = max(p, self._chance(row, name, depth, score))
+                    p = max(p, self.chance(row, name, depth, score))
                 before, known = source, score
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
         return out
