@@ -1,9 +1,7 @@
 """Compiled steps: a package built from a folder scores as the eager step does, and is used only where that holds."""
 
-import os
 import shutil
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import packages
@@ -11,7 +9,6 @@ import pytest
 import torch
 from contracts import check_scores, opened, plain, random_draft, recompute, request, run
 from packages import CLOSE, DTYPE, OWN, PROMPT, TWIN, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
-from test_pages import flags_of, linux
 
 import outrider
 from outrider.control.fixed import fixed
@@ -222,45 +219,6 @@ def test_strict_steps_of_packages_are_the_same_bits_with_and_without_a_draft(ser
 # --- when they come, and which are used
 
 
-def test_a_package_runs_on_its_own_threads_and_gives_them_back(served):
-    package = served.compiled.packages["any"]
-    loader, during = package.loader, []
-    package.loader = SimpleNamespace(boxed_run=lambda x: during.append(torch.get_num_threads()) or loader.boxed_run(x))
-    block = served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]
-    for threads in (1, 2):
-        package.threads = threads
-        package(*served._inputs(block))
-    assert during == [1, 2] and torch.get_num_threads() == 1
-
-
-@pytest.mark.parametrize(("one", "two", "want"), [(1.0, 2.0, 1), (1.0, 1.0, 1), (2.0, 1.0, 2)])
-def test_a_package_takes_the_fewer_threads_where_that_is_no_slower(served, monkeypatch, one, two, want):
-    wide = served.compiled.packages["any"]
-    monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [{1: one, 2: two}[call.args[0]] for call in calls])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    wide.place(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]))
-    assert wide.threads == want
-
-
-def test_threads_are_chosen_the_way_a_package_runs_in_a_step(served, monkeypatch):
-    """Some forwards in a row after another model's, which leaves nothing in the caches: two threads fetch weights sooner, though one would do once they are there."""
-    monkeypatch.undo()
-    wide, clock, cold, woken = served.compiled.packages["any"], [0.0], [False], []
-
-    def run(self: package.Package, *_: object) -> None:
-        clock[0] += (4e-3 if self.threads == 1 else 2e-3) if cold[0] else (1e-3 if self.threads == 1 else 1.1e-3)
-        cold[0] = False
-
-    monkeypatch.setattr(package.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(
-        torch.Tensor, "sum", lambda wake: (woken.append(wake.nbytes), clock.__setitem__(0, clock[0] + 1.0), cold.__setitem__(0, True))
-    )
-    monkeypatch.setattr(package.Package, "__call__", run)
-    wide.place(*[torch.empty(0)] * 2, [])
-    assert wide.threads == 2 and len(woken) >= 6 and set(woken) == {package.WAKE}
-
-
 @pytest.mark.parametrize(
     ("shares", "one", "any_", "singles"),
     [
@@ -279,60 +237,6 @@ def test_the_narrow_package_serves_when_it_makes_up_for_going_over(served, monke
     weighed.get(1, 4)
     used = [name[id(weighed.get(1, 1))] for _ in range(40)]
     assert used == ["any"] * 40 if singles is None else used == ["any"] * singles + ["one"] * (40 - singles)
-
-
-def test_a_package_asks_the_system_for_the_processor_s_tiles(built, monkeypatch):
-    """By itself: nobody need have multiplied in this process before."""
-    asked: list[int] = []
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(1))
-    package.Package(built / "any.pt2", {}, True)
-    assert asked
-
-
-def test_weights_that_are_packed_alike_are_held_once(served, built):
-    """Where Inductor packs for both packages, the narrow one has none of its own; what packages hold beside the model's weights is counted."""
-    model = {w.data_ptr() for w in (*served.module.parameters(), *served.module.buffers())}
-    wide, narrow = (served.compiled.packages[shape].weights for shape in ("any", "one"))
-    assert {n for n in wide if n not in narrow} == set() or not OWN
-    assert all(w.data_ptr() == wide[n].data_ptr() for n, w in narrow.items() if n in wide and torch.equal(w, wide[n]))
-    assert served.compiled.packages["one"].shares == all(n in wide or w.data_ptr() in model for n, w in narrow.items())
-    assert served.compiled.packages["one"].shares or not OWN
-    held = {w.data_ptr(): w.nbytes for own in served.compiled.packages.values() for w in own.weights.values() if w.data_ptr() not in model}
-    files = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
-    carried = sum(w.nbytes for shape in SHAPES for w in package._carried(built / f"{shape}.pt2").values())
-    assert served.compiled.bytes == files - carried + sum(held.values())
-
-
-@linux
-def test_packed_weights_lie_on_huge_pages(served):
-    model = {w.data_ptr() for w in (*served.module.parameters(), *served.module.buffers())}
-    packed = [w for own in served.compiled.packages.values() for w in own.weights.values() if w.data_ptr() not in model and w.is_contiguous()]
-    assert packed and all("hg" in flags_of(w.data_ptr()).split() for w in packed)
-
-
-def test_seconds_are_those_of_the_lower_quartile(monkeypatch):
-    monkeypatch.undo()
-    calls = []
-    (took,) = package.seconds_of_each([lambda: calls.append(1)])
-    assert 0 <= took < 1 and 3 <= len(calls) <= 50
-    calls.clear()
-    assert package.seconds_of_each([lambda: calls.append(1)], patience=0.0)[0] >= 0 and len(calls) == 3
-    clock = [0.0]
-    monkeypatch.setattr(package.time, "perf_counter", lambda: clock[0])
-    assert package.seconds_of_each([int], between=lambda: clock.__setitem__(0, clock[0] + 1.0)) == [0.0], "what is done between is not timed"
-
-
-def test_what_is_compared_is_timed_in_turn(monkeypatch):
-    """A machine that is slow for a while is slow for all: the dearer one does not look cheaper for having been timed before or after that."""
-    monkeypatch.undo()
-    clock = [0.0]
-    monkeypatch.setattr(package.time, "perf_counter", lambda: clock[0])
-
-    def work(seconds: float) -> None:
-        clock[0] += seconds * (3.0 if clock[0] > 0.06 else 1.0)
-
-    dear, cheap = package.seconds_of_each([lambda: work(2e-3), lambda: work(1e-3)])
-    assert dear == pytest.approx(2 * cheap)
 
 
 def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypatch):
@@ -413,50 +317,6 @@ def test_a_package_that_is_slower_than_eager_steps_is_not_used(fresh, monkeypatc
     assert set(fresh().compiled.packages) == set(SHAPES) and next(times, None) is None, (
         "two packages are timed beside eager steps, two beside each other"
     )
-
-
-@pytest.fixture
-def two_threads():
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-def test_a_package_that_was_faster_before_is_not_timed_again(fresh, monkeypatch, two_threads):
-    """What the clock said is kept beside it, threads as they were chosen last; that it agrees is seen at every start. Fewer threads than there are may be a busy
-    moment's choice: they are chosen again."""
-    first, placed, compared = fresh().compiled, [], []
-    for own in first.packages.values():
-        own.threads = 2
-        own.keep()
-    monkeypatch.setattr(package.Package, "place", lambda self, *_, **__: placed.append(self.file.stem))
-    monkeypatch.setattr(compiled, "apart", lambda eager, own, *_: compared.append(own.file.stem) or 0.0)
-    assert {own.threads for own in fresh().compiled.packages.values()} == {2} and placed == [] and compared == list(SHAPES)
-    first.packages["any"].threads, first.placed = 1, -1e9
-    first.rest()
-    assert placed == list(SHAPES)
-    placed.clear()
-    assert [own.threads for own in fresh().compiled.packages.values()] == [1, 2, 2] and placed == ["any"]
-    placed.clear()
-    torch.set_num_threads(1)
-    assert {own.threads for own in fresh().compiled.packages.values()} == {1} and placed == ["one", "prefill"], "more threads than there are"
-
-
-@pytest.mark.parametrize("trouble", ["rebuilt", "another processor", "damaged", "of another kind"])
-def test_what_was_said_of_another_package_is_not_believed(fresh, monkeypatch, trouble):
-    wide = fresh().compiled.packages["any"]
-    note = wide.file.with_suffix(".json")
-    assert wide.recalled()
-    if trouble == "rebuilt":
-        os.utime(wide.file, (1, 1))
-    elif trouble == "another processor":
-        monkeypatch.setattr(package.processor, "name", lambda: "another")
-    else:
-        note.write_text(note.read_text()[:-1] if trouble == "damaged" else '["of", "threads"]')
-    later = package.Package(wide.file, wide.weights, True)
-    assert not later.recalled()
-    later.keep()
-    assert later.recalled() and [file.name for file in sorted(note.parent.glob("*.json"))] == ["any.json", "one.json", "prefill.json"]
 
 
 def test_a_package_that_is_not_built_as_it_should_be_says_why(serve, monkeypatch, caplog):
