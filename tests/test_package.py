@@ -54,8 +54,14 @@ def test_threads_are_chosen_the_way_a_package_runs_in_a_step(served, monkeypatch
         torch.Tensor, "sum", lambda wake: (woken.append(wake.nbytes), clock.__setitem__(0, clock[0] + 1.0), cold.__setitem__(0, True))
     )
     monkeypatch.setattr(package.Package, "__call__", run)
-    wide.place(*[torch.empty(0)] * 2, [])
+    wide.place(torch.empty(1, 8, 5), torch.empty(0), [])
     assert wide.threads == 2 and len(woken) >= 6 and set(woken) == {package.WAKE}
+    monkeypatch.setattr(package, "seconds_of_each", lambda calls, **_: [(call(), 1.0)[1] for call in calls])
+    for columns, forwards in ((8, 3), (128, 1)):
+        ran = []
+        monkeypatch.setattr(package.Package, "__call__", lambda self, *_, ran=ran: ran.append(self.threads))
+        wide.place(torch.empty(1, columns, 5), torch.empty(0), [])
+        assert ran == [1] * forwards + [2] * forwards, "a text is read once"
 
 
 def test_a_package_asks_the_system_for_the_processor_s_tiles(built, monkeypatch):

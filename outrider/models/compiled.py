@@ -226,7 +226,7 @@ class Compiled:
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster, which is not timed again at every start; its threads are chosen on the way, and
-        again at every start where they are fewer than there are."""
+        a step's again at every start where they are fewer than there are."""
         package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
         eager = Prefill(self.step) if shape == PREFILL else self.step
         given = self._given(COLUMNS[shape])
@@ -243,7 +243,7 @@ class Compiled:
                     _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
                 return
             package.keep()
-        elif package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
+        elif shape in STEPS and package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
             package.place(*given)
             package.keep()
         if package.note:
