@@ -28,7 +28,7 @@ from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.kv import slots_for
-from outrider.models.package import Package, seconds_of_each
+from outrider.models.package import WIDE, Package, seconds_of_each
 from outrider.models.step import Prefill, Step
 
 VERSION = 15  # of what is built here: raise it when a package of before must not be used
@@ -45,7 +45,7 @@ COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the w
 # Seconds until threads are chosen again, twice as many each time up to so many, and what that may take, by package and choice.
 SOON, SELDOM, BRIEF = 2.0, 600.0, 0.02
 LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
-WIDE, LONG = 8, 128  # columns by which `any` and `prefill` are tried, and their threads chosen: wide steps lose most by a wrong choice
+LONG = 128  # columns by which `prefill` is tried, and its threads chosen
 BEHIND = 8  # tokens of the text that they are tried on
 COLUMNS = {"any": WIDE, "one": 1, PREFILL: LONG}
 DIFFERS = 0.25  # `apart`: another model, or another attention, is further away

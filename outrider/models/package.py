@@ -24,8 +24,8 @@ from outrider.models import pages
 
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 WAKE = 48 << 20  # bytes that another model's forward reads in between: a draft's first forward of a step finds nothing of its own in the caches
-STEP = 8  # columns of a step at most, when its threads are chosen
-IN_A_ROW = 3  # forwards until then: a chain's later ones find what the first has read
+WIDE = 8  # columns that a step is tried with, and its threads chosen: wide steps lose most by a wrong choice; more are a text's
+IN_A_ROW = 3  # forwards of a step after another model's: the later ones of a chain find what the first has read
 
 
 class Package:
@@ -71,7 +71,7 @@ class Package:
 
         def on(threads: int) -> None:
             self.threads = threads
-            for _ in range(IN_A_ROW if table.shape[1] <= STEP else 1):  # a text is read once
+            for _ in range(IN_A_ROW if table.shape[1] <= WIDE else 1):  # a text is read once
                 self(table, read, rows)
 
         cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience, between=wake.sum)
