@@ -23,7 +23,7 @@ from outrider.control.fixed import fixed
 from outrider.control.guard import Ledger
 from outrider.control.predict import MOST, Bias
 from outrider.control.rows import Row
-from outrider.control.starts import Starts
+from outrider.control.starts import SAMPLE, Starts
 from outrider.control.step import Step
 from outrider.control.tables import steps_of
 from outrider.core import tree
@@ -358,7 +358,7 @@ def test_nobody_is_asked_for_whom_what_is_there_would_be_left() -> None:
         ({"sure": {"model": 0.2}}, False),  # who is worth little here
         ({"steps": {"model": 1.0}}, False),  # who does not read ahead
         ({"names": ["lookup"]}, False),  # who may not be asked
-        ({"number": starts.HEARD}, False),  # now and then both are heard
+        ({"number": starts.SAMPLE}, False),  # now and then both are heard
         ({"rows": 2}, False),
     ],
 )
@@ -382,13 +382,13 @@ def test_where_a_model_reads_what_lookup_would_say_lookup_is_left_out(monkeypatc
     }
     of = trace(3, priced, {"lookup": lambda t, d: 0.75 if t > 4 else 0.0, "model": lambda t, d: 0.97}, texts=6, length=200)
     took = {}
-    for every, heard in itertools.product((1, 5), (starts.HEARD, 1)):
-        monkeypatch.setattr(starts, "HEARD", heard)
+    for every, heard in itertools.product((1, 5), (SAMPLE, 1)):
+        monkeypatch.setattr(starts, "SAMPLE", heard)
         given = reading(of, every)
         records = list(itertools.chain(*drive(given, adaptive(given))))
         took[every, heard] = seconds(records), sum(bool(r.levels.get("lookup")) for r in records) / len(records)
-    assert took[1, starts.HEARD] == took[1, 1]
-    assert took[5, 8][0] < 0.97 * took[5, 1][0] and took[5, 8][1] < 0.5 * took[5, 1][1]
+    assert took[1, SAMPLE] == took[1, 1]
+    assert took[5, SAMPLE][0] < 0.97 * took[5, 1][0] and took[5, SAMPLE][1] < 0.5 * took[5, 1][1]
 
 
 def test_in_a_batch_a_level_is_a_step() -> None:

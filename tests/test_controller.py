@@ -18,10 +18,10 @@ from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, lin
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
 from outrider.control import starts
-from outrider.control.controller import SAMPLE, YOUNG, Adaptive
+from outrider.control.controller import YOUNG, Adaptive
 from outrider.control.guard import Ledger
 from outrider.control.rows import NEAR, PATIENCE, REST, Row, remember
-from outrider.control.starts import EXPLORE, GIFT, PROBE, UNMEASURED, Starts
+from outrider.control.starts import EXPLORE, GIFT, PROBE, SAMPLE, UNMEASURED, Starts
 from outrider.control.tables import BATCH, Tables
 from outrider.core.types import Limits, StepRecord
 from outrider.drafters.lookup import Lookup

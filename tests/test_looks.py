@@ -13,8 +13,9 @@ from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.control import controller as controllers
 from outrider.control.accounts import Held
-from outrider.control.controller import EARN, SAMPLE, YOUNG, Adaptive
+from outrider.control.controller import EARN, YOUNG, Adaptive
 from outrider.control.rows import EARLY, GUESSES, LATE, LOST, PATIENCE, RESTS, SHARE, SILENT, UNPAID, Row, awake
+from outrider.control.starts import SAMPLE
 from outrider.control.tables import WARM, Tables
 from outrider.core.types import Draft, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup

@@ -13,7 +13,7 @@ from typing import ClassVar
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
 from outrider.control.rows import DEAR, GUESSES, LOST, NEAR, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
-from outrider.control.starts import Starts
+from outrider.control.starts import SAMPLE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
 from outrider.core import tree
@@ -21,7 +21,7 @@ from outrider.core.types import AHEAD, OFF, POINT, QUEUED, Draft, Places, Plan, 
 from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
-YOUNG, SAMPLE = 256, 8  # steps that are all learned from; of later ones, one in so many
+YOUNG = 256  # steps that are all learned from; of later ones, one in SAMPLE
 REACHES = (NEAR, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 FRESH = 0.2  # weight of one request in what looks were worth in those before
 THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again

@@ -18,7 +18,7 @@ RISK = 0.05  # what a plan must promise more, to start a drafter that costs some
 BESIDE = 0.7  # of what others' guesses promise: what one that reads ahead must be worth by itself, to be asked beside them
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
-HEARD = 8  # steps, of one of which nobody is left out for what another is worth
+SAMPLE = 8  # steps, of one of which all is learned, and nobody is left out for what another is worth
 BEGUN = 4  # levels that must be affordable to start with
 RESERVE = 2.0  # plain steps of credit that starting a dear drafter must leave for others
 UNSURE = 0.5  # of its reading, more that must be left: what that takes is known least, and a debt keeps all away
@@ -94,7 +94,7 @@ class Starts:
         """Is the step left to another, which reads ahead and so says the same where it is right? To one that is worth as much by itself in this text as the look
         at this one promises. Now and then both are heard all the same."""
         row, page, tables = step.rows[0], step.page, self.tables
-        if len(step.rows) > 1 or name not in row.said or step.number % HEARD == 0:
+        if len(step.rows) > 1 or name not in row.said or step.number % SAMPLE == 0:
             return False
         own = max(tables.score(page, name, step.chance(row, name, 1, row.said[name]), 1.0), 1 / step.plain)
         return any(other in row.sure and row.steps[other] < 1 and self._promise(step, other, own) >= own for other in step.names)
