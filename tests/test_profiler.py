@@ -282,7 +282,9 @@ def test_an_idle_keeper_sweeps_a_few_times_and_not_while_someone_waits(folders, 
 def test_no_sweep_where_a_profile_says_what_steps_cost(folders, monkeypatch, tmp_path):
     monkeypatch.setattr(profiler, "PATIENCE", 1e9)
     swept = []
-    monkeypatch.setattr(profiler, "sweep", lambda engine, tables, **how: swept.append(how) or sweep(engine, tables, **{**how, "repeats": 1}))
+    monkeypatch.setattr(
+        profiler, "sweep", lambda engine, tables, **how: swept.append(how) or sweep(engine, tables, **{**how, "repeats": 1, "patience": 1e9})
+    )
     for _ in range(2):
         runtime = pair(folders, profile=tmp_path / "p.json")
         runtime.generate(TEXT, **HOW)
