@@ -233,7 +233,7 @@ def test_products_of_few_rows_are_right_at_every_width(k, n, way, tmp_path, monk
 @pytest.mark.parametrize(("dims", "rows", "heads", "share"), [(64, 1, 2, 3), (128, 3, 2, 1), (192, 2, 1, 5), (256, 1, 1, 2)])
 @pytest.mark.parametrize("way", WAYS)
 def test_attention_is_right_whatever_stands_beside(way, dims, rows, heads, share, tmp_path, monkeypatch):
-    """The kernel alone, as the builder asks for it, against float64: 1 to 9 columns, slots that fill no tile, rows far apart in memory, scores that grow
+    """The kernel alone, as the builder asks for it, against float64: 1 to 33 columns, slots that fill no tile, rows far apart in memory, scores that grow
     and fall. A column's result is the same bits alone, among others, and with more slots behind that it does not see; NaN stays NaN."""
     dtype = kernels_of(way, monkeypatch)
     own = attention.attention(dtype)
@@ -258,7 +258,7 @@ def test_attention_is_right_whatever_stands_beside(way, dims, rows, heads, share
             Layer(), given(8, 128), dynamic_shapes=({2: w}, {}, {}, {2: w, 3: c}), strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
         run_it = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2")))
-    for width in (1, 2, 5, 9):
+    for width in (1, 2, 5, 9, 33):
         for slots in (1, 15, 64, 100, 257, 300):
             query, key, value, mask = given(width, slots)
             q, k, v = query.double(), key.double()[:, :, :slots].repeat_interleave(share, 1), value.double()[:, :, :slots].repeat_interleave(share, 1)

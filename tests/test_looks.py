@@ -253,6 +253,16 @@ def test_nobody_sleeps_for_a_dear_drafter_longer_than_for_the_cheapest() -> None
     assert slept == [pytest.approx(controller.page.cheapest - room)] and controller.page.drafting["model"][1] > 1
 
 
+def test_no_guess_is_made_that_would_not_pay_if_it_were_sure() -> None:
+    """Drafts are as deep as verifying so many may pay: behind a stair at eight nodes nobody looks, and where there is none twice as far."""
+
+    def deepest(cost: Any) -> int:
+        of = trace(2, costs(cost, {"lookup": linear(0.01, 0.0)}), {"lookup": lambda t, d: 0.97}, length=600)
+        return max(r.levels.get("lookup", 0) for r in drive(of, adaptive(of))[0][-100:])
+
+    assert deepest(lambda n: 1 + 0.01 * n + 2.0 * (n > 8)) == 8 and deepest(linear(0.01)) > 8
+
+
 def test_what_looking_took_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of its own, in steps in which somebody was looked at; the stages of a step are all of it."""
     monkeypatch.setattr(time, "perf_counter", itertools.count(0.0, 2e-5).__next__)  # each reading 20 us after the last, on a busy machine too

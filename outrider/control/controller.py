@@ -22,7 +22,7 @@ from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 YOUNG = 256  # steps that are all learned from; of later ones, one in SAMPLE
-REACHES = (NEAR, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
+REACHES = (WHOLE, NEAR, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 FRESH = 0.2  # weight of one request in what looks were worth in those before
 THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again
 SOUND = 8  # steps of a rest, from which on those before the last of them are neither noted nor settled one by one
@@ -92,8 +92,8 @@ class Adaptive:
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0, names=names)
-        near = max([row.reach for row in rows]) > NEAR and page.deepest > NEAR
-        return self._planned(page, names, REACHES[near]), "off:no-guess"
+        deep = NEAR if page.deepest <= NEAR else max([row.reach for row in rows])
+        return self._planned(page, names, WHOLE if page.deepest <= WHOLE else NEAR if deep <= NEAR else DEEPEST), "off:no-guess"
 
     def _look(self, seqs: list[Sequence], rows: list[Row]) -> tuple[list[str], tuple[str, ...], bool]:
         """Those who may have a guess worth asking for; all who were looked at; had anybody one that is not?"""

@@ -1,5 +1,5 @@
-"""The C++ of attention, as templates of Inductor's: tiles of 64 slots, laid out once for 16 rows that share a key head and multiplied by the kernel that multiplies
-weights. PAIRS: in bfloat16, for processors that multiply pairs (AVX512-BF16, tiles). FLOATS: in float32 inside, of bfloat16 and float32, for others.
+"""The C++ of attention, as templates of Inductor's: tiles of 64 slots, laid out once for 16 rows (FLOATS: 64) that share a key head and multiplied by the kernel that
+multiplies weights. PAIRS: in bfloat16, for processors that multiply pairs (AVX512-BF16, tiles). FLOATS: in float32 inside, of bfloat16 and float32, for others.
 
 Both keep a row's greatest score and the sums over it (Milakov & Gimelshein 2018, as in FlashAttention, 2205.14135), in one order, whatever stands beside.
 """
@@ -139,34 +139,68 @@ static inline {{name}}_V {{name}}_load(const {{type}}* at) {
 {%- endif %}
 }
 
+// Eight keys, by dim{% if halves %}: pairs of dims change places with keys, and are widened then{% endif %}
+static inline void {{name}}_eight(const {{type}}* k, int64_t stride, float* out) {
+{%- if halves %}
+    alignas(32) float pairs[8 * 8];
+    for (int64_t d = 0; d < {{dims}}; d += 16) {
+        at::vec::transpose_mxn<float, 8, 8>((const float*)(k + d), stride / 2, pairs, 8);
+        _Pragma("GCC unroll 8") for (int64_t i = 0; i < 8; ++i) {
+            const __m256i x = _mm256_load_si256((const __m256i*)(pairs + 8 * i));
+            _mm256_storeu_si256((__m256i*)(out + (d + 2 * i) * {{block}}), _mm256_slli_epi32(x, 16));
+            _mm256_storeu_si256((__m256i*)(out + (d + 2 * i + 1) * {{block}}), _mm256_and_si256(x, _mm256_set1_epi32(0xffff0000)));
+        }
+    }
+{%- else %}
+    for (int64_t d = 0; d < {{dims}}; d += 8) at::vec::transpose_mxn<float, 8, 8>(k + d, stride, out + d * {{block}}, {{block}});
+{%- endif %}
+}
+
 // `here` keys of a tile (the others: zeros), by dim
 static inline void {{name}}_turn(const {{type}}* k, int64_t stride, int64_t here, float* out) {
-    using V = {{name}}_V;
-    alignas(64) float eight[8 * {{dims}}];
     for (int64_t j = 0; j < {{block}}; j += 8) {
-        for (int64_t i = 0; i < 8; ++i)
-            for (int64_t d = 0; d < {{dims}}; d += V::size()) (j + i < here ? {{name}}_load(k + (j + i) * stride + d) : V(0.f)).store(eight + i * {{dims}} + d);
-        for (int64_t d = 0; d < {{dims}}; d += 8) at::vec::transpose_mxn<float, 8, 8>(eight + d, {{dims}}, out + d * {{block}} + j, {{block}});
+        if (here >= j + 8 && stride % 2 == 0) {
+            {{name}}_eight(k + j * stride, stride, out + j);
+            continue;
+        }
+        alignas(64) {{type}} last[8 * {{dims}}] = {};
+        for (int64_t i = 0; j + i < here; ++i) std::copy_n(k + (j + i) * stride, {{dims}}, last + i * {{dims}});
+        {{name}}_eight(last, {{dims}}, out + j);
     }
 }
 
-// One row's scores of a tile: weights in place of scores, and the sums and values so far made smaller where the greatest score grew. No weight is a number
-// so small that processors take a hundred times as long for it
+// exp(x) of x <= 0, to 2^-22 of it or as much of x: exactly 1 at 0, NaN of NaN, and exactly 0 where it would be no normal number, which processors take a
+// hundred times as long to make. What is added to t leaves whole numbers in the last bits of it
+static inline {{name}}_V {{name}}_exp({{name}}_V x) {
+    using V = {{name}}_V;
+    const V whole(12582912.f), t = at::vec::fmadd(x, V(1.44269504f), whole), f = at::vec::fmadd(x, V(1.44269504f), whole - t);
+    V p(0.00015403530f);
+    for (float c : {0.0013333558f, 0.0096181291f, 0.0555041087f, 0.2402265070f, 0.6931471806f, 1.f}) p = at::vec::fmadd(p, f, V(c));
+    const V e(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_add_epi32(_mm{{bits}}_castps_si{{bits}}(p), _mm{{bits}}_slli_epi32(_mm{{bits}}_castps_si{{bits}}(t), 23))));
+    return V::blendv(e, V(0.f), x < V(-87.f));
+}
+
+// One row's scores of a tile: weights in place of scores, and the sums and values so far made smaller where the greatest score grew
 static inline void {{name}}_weigh(float* s, const {{type}}* mask, int64_t here, float* top, float* sum, float* o) {
     using V = {{name}}_V;
     constexpr int64_t S = V::size();
     const float none = -std::numeric_limits<float>::infinity();
     V x[{{block}} / S], most(none), total(0.f);
     for (int64_t i = 0; i < {{block}} / S; ++i) {
-        alignas(64) float add[S];
-        if (here >= S * (i + 1)) {{name}}_load(mask + S * i).store(add);
-        else for (int64_t j = 0; j < S; ++j) add[j] = S * i + j < here ? (float)mask[S * i + j] : none;
-        x[i] = at::vec::fmadd(V::loadu(s + S * i), V({{scale}}f), V::loadu(add));
+        V add;
+        if (here >= S * (i + 1)) {
+            add = {{name}}_load(mask + S * i);
+        } else {
+            alignas(64) float some[S];
+            for (int64_t j = 0; j < S; ++j) some[j] = S * i + j < here ? (float)mask[S * i + j] : none;
+            add = V::loadu(some);
+        }
+        x[i] = at::vec::fmadd(V::loadu(s + S * i), V({{scale}}f), add);
         most = at::vec::maximum(most, x[i]);
     }
     const float now = std::max(*top, most.reduce_max());
     for (int64_t i = 0; i < {{block}} / S; ++i) {
-        const V below = x[i] - V(now), e = V::blendv(below.exp(), V(0.f), below < V(-87.f));
+        const V e = {{name}}_exp(x[i] - V(now));
         total = total + e;
         e.store(s + S * i);
     }
@@ -181,12 +215,14 @@ static inline void {{name}}_weigh(float* s, const {{type}}* mask, int64_t here, 
 
 extern "C" {{kernel.def_kernel(inputs={"query": query, "key": key, "value": value, "mask": mask}, outputs={"out": out})}} {
     using V = {{name}}_V;
-    constexpr int64_t D = {{dims}}, T = {{block}}, R = 16, N = {{columns}}, S = V::size();  // dims, slots a tile, rows that share one, columns of a product
+    constexpr int64_t D = {{dims}}, T = {{block}}, R = 64, N = {{columns}}, S = V::size();  // dims, slots a tile, most rows that share one, columns of a product
     const int64_t heads = {{kernel.size(query, 1)}}, rows = {{kernel.size(query, 2)}}, width = {{kernel.size(mask, 2)}}, slots = {{kernel.size(key, 2)}};
-    const int64_t k_slot = {{kernel.stride(key, 2)}}, v_slot = {{kernel.stride(value, 2)}}, parts = (rows + R - 1) / R;
+    const int64_t k_slot = {{kernel.stride(key, 2)}}, v_slot = {{kernel.stride(value, 2)}}, each = {{kernel.size(query, 0)}} * heads;
+    const int64_t busy = std::min((omp_get_max_threads() + each - 1) / each, (rows + 7) / 8);  // parts of a head's rows with which no thread is idle
+    const int64_t least = std::max((rows + R - 1) / R, busy), tall = (rows + least - 1) / least, parts = (rows + tall - 1) / tall;
     #pragma omp parallel for
-    for (int64_t part = 0; part < {{kernel.size(query, 0)}} * heads * parts; ++part) {
-        const int64_t b = part / (heads * parts), h = part / parts % heads, first = part % parts * R, n = std::min(R, rows - first);
+    for (int64_t part = 0; part < each * parts; ++part) {
+        const int64_t b = part / (heads * parts), h = part / parts % heads, first = part % parts * tall, n = std::min(tall, rows - first);
         const {{type}} *q = &{{kernel.index(query, ["b", "h", "first", 0])}}, *k = &{{kernel.index(key, ["b", "h", 0, 0])}};
         const {{type}}* v = &{{kernel.index(value, ["b", "h", 0, 0])}};
         alignas(64) float ask[R * D], kt[D * T], s[R * T], o[R * D], top[R], sum[R];

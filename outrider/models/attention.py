@@ -91,12 +91,13 @@ def _teach(operator: Any) -> None:
                 raise TypeError("attend has no loop that what follows it could join")  # the builder then takes torch's attention
             query, key, value, mask = self.input_nodes
             dtype, (source, taken, inside, blocks) = query.get_dtype(), _inside(query.get_dtype())
+            bits = 512 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 256
             product: Any = taken(f"{kernel.kernel_name}_product", inside, inside, torch.float, torch.float, blocks)
             product.ahead = 0  # what it reads is near
             text: str = self._template_from_string(source).render(
                 template=self, kernel=kernel, name=kernel.kernel_name, product=product, state="".join(product.get_kernel_extra_args()),
                 query=query, key=key, value=value, mask=mask, out=template_buffer_node or self.output_node, scale=float(self.scale),
-                dims=int(query.get_size()[-1]), block=BLOCK, columns=blocks.block_n, type=DTYPE_TO_CPP[dtype], halves=dtype == torch.bfloat16,
+                dims=int(query.get_size()[-1]), block=BLOCK, columns=blocks.block_n, type=DTYPE_TO_CPP[dtype], halves=dtype == torch.bfloat16, bits=bits,
             )  # fmt: skip
             return text
 
