@@ -19,15 +19,18 @@ from written import adaptive, costs, drive, linear, trace
 from outrider.bench import oracle
 from outrider.bench.replay import Text, Trace, record
 from outrider.control import starts
+from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.guard import Ledger
 from outrider.control.predict import MOST, Bias
 from outrider.control.rows import Row
 from outrider.control.starts import SAMPLE, Starts
 from outrider.control.step import Step
-from outrider.control.tables import steps_of
+from outrider.control.tables import LOOKED, Tables, steps_of
 from outrider.core import tree
 from outrider.core.errors import OutriderError
+from outrider.core.noise import RowNoise
+from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
@@ -110,6 +113,38 @@ def test_what_is_read_ahead_never_leaves_the_context():
     seq = run(Engine(target, {"model": ModelDrafter(draft, "model")}, fixed(Plan((("model", 8, 1),))), 1), [request(LOOP, max_tokens=20)])[0]
     assert seq.generated == plain(target, [request(LOOP, max_tokens=20)])[0] and max(widths, default=0) < 8
     assert [r.drafted[0] for r in seq.records[:1]] == [8]
+
+
+@pytest.mark.parametrize("likely", [1, 2, 4, None])
+def test_nothing_is_read_beyond_the_levels_that_are_likely(likely: int | None) -> None:
+    """The guesses are the same; who says nothing of how deep they will be used reads on."""
+    target, _ = pair()
+    drafter, seq, hints = ModelDrafter(target, "model"), Sequence(request(LOOP), list(LOOP)), list[int]()
+    drafter.begin(seq)
+    target.prefill([seq])
+    foreseen = drafter._foreseen
+
+    def seen(seqs, draft, place, upto):
+        ahead = foreseen(seqs, draft, place, upto)
+        return lambda found, most: (told := ahead(found, most), hints.append(len(told)))[0]
+
+    drafter._foreseen = seen
+    how = Settings.of([seq]), RowNoise((), (), ())
+    draft = drafter.extend([seq], tree.empty(1), [-1], 1, 1, *how, levels=8, likely=likely)
+    assert draft.token == target.chain([seq], tree.empty(1), -1, 8)[0] and len(draft) == 8
+    assert max(hints) <= likely - 1 if likely else max(hints) > 3
+
+
+def test_the_scheduler_says_how_deep_a_drafter_will_go() -> None:
+    """As deep as guesses as likely as its own in this text are best made, which is less than it may."""
+    target, draft = pair()
+    drafter, heard = ModelDrafter(draft, "model"), list[tuple[int, int]]()
+    extend = drafter.extend
+    drafter.extend = lambda *how, **more: heard.append((more["likely"], more["levels"])) or extend(*how, **more)
+    engine = Engine(target, {"model": drafter}, Adaptive(Tables({"model": 1}, Costs({"model": 0.1})), lambda: ""), 1)
+    engine.now = itertools.count().__next__
+    run(engine, [request(LOOP, max_tokens=60)])
+    assert len(heard) > 5 and all(1 <= likely <= LOOKED for likely, _ in heard) and any(likely < most for likely, most in heard)
 
 
 @pytest.mark.parametrize("stop", range(1, 7))

@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
-from outrider.core.sockets import Drafter
+from outrider.core.sockets import Controller, Drafter
 from outrider.core.types import MAX_NODES, POINT, QUEUED, Draft, Places, Sequence
 
 VEILED = -1  # no token
@@ -130,7 +130,7 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
         if not frontier or room <= level:
             break
         ahead = min(depth, room) - level if width == 1 else 1
-        asked: dict[str, Any] = {"on": parts.controller.on} if ask else {}
+        asked = _asked(parts.controller, name, drafter) if ask else {}
         if queues and (blind := parts.controller.blind(name) if ask else ahead):
             asked["target"], ahead = parts.target, min(ahead, blind)
         full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, **asked)
@@ -144,6 +144,14 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
         if ask:
             parts.controller.went(name, full, frontier)
     return full
+
+
+def _asked(controller: Controller, name: str, drafter: Drafter) -> dict[str, Any]:
+    """What a drafter is told of a controller that decides while it drafts."""
+    told: dict[str, Any] = {"on": controller.on}
+    if getattr(drafter, "foresees", False) and hasattr(controller, "likely"):
+        told["likely"] = controller.likely(name)
+    return told
 
 
 def _queues(parts: Parts, drafter: Drafter, ask: bool) -> bool:
@@ -266,10 +274,11 @@ class Forest:
         """One call of a drafter. Tokens of nodes that it may not find are veiled from it."""
         now, full, bit, controller = self.now, self.full, self.parts.bits[name], self.parts.controller
         veiled = replace(full, token=[VEILED if n in hidden else t for n, t in enumerate(full.token)]) if hidden else full
-        on = controller.on if getattr(controller, "asks", True) else None
-        made = self.parts.drafters[name].extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=on)
+        drafter = self.parts.drafters[name]
+        asked = _asked(controller, name, drafter) if getattr(controller, "asks", True) else {}
+        made = drafter.extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, **asked)
         self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
-        self.saved += getattr(self.parts.drafters[name], "saved", 0)
+        self.saved += getattr(drafter, "saved", 0)
 
     def _grown(self, name: str, levels: int, before: int, seen: list[int]) -> list[int]:
         saved, self.saved = self.saved, 0

@@ -255,11 +255,15 @@ class Adaptive:
     def on(self, score: float, free: bool = False) -> bool:
         return self.step is None or self.step.on(score, free)
 
+    def likely(self, name: str) -> int:
+        """Levels that a drafter will probably go in these texts."""
+        return self.step.deep(name) if self.step is not None else DEEPEST
+
     def blind(self, name: str) -> int:
         """Levels that a drafter is best let go without being asked between them; 0: too many for that."""
         if self.step is None:
             return AHEAD
-        levels = self.step.deep(name)
+        levels = self.likely(name)
         return levels if levels <= AHEAD else 0
 
     def went(self, name: str, draft: Draft, frontier: Places) -> None:

@@ -29,7 +29,7 @@ class ModelDrafter:
 
     vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
     sizes. Ids beyond it are never proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words
-    before along with its own guesses? A chain takes fewer steps then than it has levels.
+    before along with its own guesses? A chain takes fewer steps then than it has levels, of which so many are `likely`.
     """
 
     needs = ("tokens",)
@@ -65,6 +65,7 @@ class ModelDrafter:
         levels: int = 1,
         on: On | None = None,
         target: Model | None = None,
+        likely: int | None = None,
     ) -> Draft:
         self.saved = 0
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
@@ -74,7 +75,7 @@ class ModelDrafter:
         simple = settings.raw and one
         asks = on is not None and target is None
         if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings, asks)) > (target is None):
-            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on, target)
+            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on, target, likely)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
             tokens, logp = decided(scores)
@@ -112,12 +113,12 @@ class ModelDrafter:
 
     def _chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
-        on: On | None, target: Model | None,
+        on: On | None, target: Model | None, likely: int | None = None,
     ) -> Draft:  # fmt: skip
         """Tokens below a place, found one after the other: the likeliest, or who wins the races there. The target's verdict on them is asked for before they are known,
-        if one is given."""
+        if one is given. Nothing is foreseen beyond the levels that are `likely`: it would be read for nothing."""
         race = None if settings.raw else Race(draft, place, settings, noise)
-        ahead = self._foreseen(seqs, draft, place) if self.foresees and levels > 1 and near(self.model.spec.device) else None
+        ahead = self._foreseen(seqs, draft, place, likely or levels) if self.foresees and levels > 1 and near(self.model.spec.device) else None
         behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens, race)  # type: ignore[attr-defined]
         found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead, behind)  # type: ignore[attr-defined]
         self.saved = len(found) - steps
@@ -133,7 +134,7 @@ class ModelDrafter:
         return made
 
     @staticmethod
-    def _foreseen(seqs: list[Sequence], draft: Draft, place: int) -> Callable[[list[int], int], list[int]]:
+    def _foreseen(seqs: list[Sequence], draft: Draft, place: int, likely: int) -> Callable[[list[int], int], list[int]]:
         """What followed the same words earlier in the text, for the model to read along with its own guesses (staged speculative decoding, 2308.04623: a cheaper
         drafter drafts for the drafter)."""
         trail = index_of(seqs[tree.row_at(draft, place)]).trail()
@@ -146,7 +147,7 @@ class ModelDrafter:
             for token in found[gone:]:
                 trail.went(token)
             gone = len(found)
-            return trail.foreseen(most)
+            return trail.foreseen(min(most, likely - 1))
 
         return ahead
 
