@@ -115,9 +115,9 @@ def test_what_is_read_ahead_never_leaves_the_context():
     assert [r.drafted[0] for r in seq.records[:1]] == [8]
 
 
-@pytest.mark.parametrize("likely", [1, 2, 4, None])
-def test_nothing_is_read_beyond_the_levels_that_are_likely(likely: int | None) -> None:
-    """The guesses are the same; who says nothing of how deep they will be used reads on."""
+@pytest.mark.parametrize("likely", [1, 2, 4, 0])
+def test_nothing_is_read_beyond_the_levels_that_are_likely(likely: int) -> None:
+    """The guesses are the same; where nothing is said of how deep they will be used it reads on, and what was said holds for one call."""
     target, _ = pair()
     drafter, seq, hints = ModelDrafter(target, "model"), Sequence(request(LOOP), list(LOOP)), list[int]()
     drafter.begin(seq)
@@ -130,9 +130,10 @@ def test_nothing_is_read_beyond_the_levels_that_are_likely(likely: int | None) -
 
     drafter._foreseen = seen
     how = Settings.of([seq]), RowNoise((), (), ())
-    draft = drafter.extend([seq], tree.empty(1), [-1], 1, 1, *how, levels=8, likely=likely)
+    drafter.likely = likely
+    draft = drafter.extend([seq], tree.empty(1), [-1], 1, 1, *how, levels=8)
     assert draft.token == target.chain([seq], tree.empty(1), -1, 8)[0] and len(draft) == 8
-    assert max(hints) <= likely - 1 if likely else max(hints) > 3
+    assert drafter.likely == 0 and (max(hints) <= likely - 1 if likely else max(hints) > 3)
 
 
 def test_the_scheduler_says_how_deep_a_drafter_will_go() -> None:
@@ -140,7 +141,7 @@ def test_the_scheduler_says_how_deep_a_drafter_will_go() -> None:
     target, draft = pair()
     drafter, heard = ModelDrafter(draft, "model"), list[tuple[int, int]]()
     extend = drafter.extend
-    drafter.extend = lambda *how, **more: heard.append((more["likely"], more["levels"])) or extend(*how, **more)
+    drafter.extend = lambda *how, **more: heard.append((drafter.likely, more["levels"])) or extend(*how, **more)
     engine = Engine(target, {"model": drafter}, Adaptive(Tables({"model": 1}, Costs({"model": 0.1})), lambda: ""), 1)
     engine.now = itertools.count().__next__
     run(engine, [request(LOOP, max_tokens=60)])

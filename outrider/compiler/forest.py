@@ -146,12 +146,11 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
     return full
 
 
-def _asked(controller: Controller, name: str, drafter: Drafter) -> dict[str, Any]:
-    """What a drafter is told of a controller that decides while it drafts."""
-    told: dict[str, Any] = {"on": controller.on}
-    if getattr(drafter, "foresees", False) and hasattr(controller, "likely"):
-        told["likely"] = controller.likely(name)
-    return told
+def _asked(controller: Controller, name: str, drafter: Any) -> dict[str, Any]:
+    """What a drafter is given of a controller that decides while it drafts."""
+    if hasattr(drafter, "likely") and hasattr(controller, "likely"):
+        drafter.likely = controller.likely(name)
+    return {"on": controller.on}
 
 
 def _queues(parts: Parts, drafter: Drafter, ask: bool) -> bool:

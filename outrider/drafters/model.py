@@ -29,7 +29,7 @@ class ModelDrafter:
 
     vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
     sizes. Ids beyond it are never proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words
-    before along with its own guesses? A chain takes fewer steps then than it has levels, of which so many are `likely`.
+    before along with its own guesses? A chain takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may.
     """
 
     needs = ("tokens",)
@@ -37,6 +37,7 @@ class ModelDrafter:
 
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
         self.model, self.name, self.vocab, self.saved, self.foresees = model, name, vocab or model.spec.vocab_size, 0, True
+        self.likely = 0
 
     @property
     def queues(self) -> bool:
@@ -65,9 +66,8 @@ class ModelDrafter:
         levels: int = 1,
         on: On | None = None,
         target: Model | None = None,
-        likely: int | None = None,
     ) -> Draft:
-        self.saved = 0
+        self.saved, likely, self.likely = 0, self.likely, 0
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft
@@ -75,7 +75,7 @@ class ModelDrafter:
         simple = settings.raw and one
         asks = on is not None and target is None
         if one and settings.bare and (ahead := self._ahead(seqs, draft, frontier, levels, settings, asks)) > (target is None):
-            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on, target, likely)
+            return self._chain(seqs, draft, frontier[0], ahead, source, settings, noise, on, target, likely or ahead)
         scores = self.model.score(seqs, draft, frontier)
         if simple:
             tokens, logp = decided(scores)
@@ -113,12 +113,12 @@ class ModelDrafter:
 
     def _chain(
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
-        on: On | None, target: Model | None, likely: int | None = None,
+        on: On | None, target: Model | None, likely: int,
     ) -> Draft:  # fmt: skip
         """Tokens below a place, found one after the other: the likeliest, or who wins the races there. The target's verdict on them is asked for before they are known,
         if one is given. Nothing is foreseen beyond the levels that are `likely`: it would be read for nothing."""
         race = None if settings.raw else Race(draft, place, settings, noise)
-        ahead = self._foreseen(seqs, draft, place, likely or levels) if self.foresees and levels > 1 and near(self.model.spec.device) else None
+        ahead = self._foreseen(seqs, draft, place, likely) if self.foresees and levels > 1 and near(self.model.spec.device) else None
         behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens, race)  # type: ignore[attr-defined]
         found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead, behind)  # type: ignore[attr-defined]
         self.saved = len(found) - steps
