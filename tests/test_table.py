@@ -165,6 +165,6 @@ def test_what_a_chain_computed_goes_by_the_names_of_its_nodes(found, names):
     seq = Sequence(replace(request([3, 1, 4]), ends=frozenset({9})), [3, 1, 4])
     draft = tree.run(tree.empty(1), -1, [7, 8], 1, [0.5, 0.5])
     target = SimpleNamespace(queued=object(), rename=lambda seq, names: told.append(names))  # it scores them, too
-    made = ModelDrafter._chain(SimpleNamespace(model=model, foresees=False), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None, target)
+    made = ModelDrafter._chain(SimpleNamespace(model=model, foresees=False), [seq], draft, -1, 4, 2, Settings.of([seq]), None, None, target, 4)
     assert told == [names, names][: 2 * bool(names)]
     assert made.text(tree.below(made, -1, found)) == found[: found.index(9) + 1 if 9 in found else None]
