@@ -92,8 +92,8 @@ class Adaptive:
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0, names=names)
-        deep = NEAR if page.deepest <= NEAR else max([row.reach for row in rows])
-        return self._planned(page, names, WHOLE if page.deepest <= WHOLE else NEAR if deep <= NEAR else DEEPEST), "off:no-guess"
+        deep = min(page.deepest, max([row.reach for row in rows]))
+        return self._planned(page, names, WHOLE if deep <= WHOLE else NEAR if deep <= NEAR else DEEPEST), "off:no-guess"
 
     def _look(self, seqs: list[Sequence], rows: list[Row]) -> tuple[list[str], tuple[str, ...], bool]:
         """Those who may have a guess worth asking for; all who were looked at; had anybody one that is not?"""
