@@ -1,5 +1,6 @@
 """The host's part in machine code: found only if built from these very sources, built by one process at a time, used only if it agrees with Python."""
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -303,6 +304,48 @@ def test_machine_code_decides_writes_and_refuses_as_python_does(tmp_path):
         }  # fmt: skip
         assert told["python"][0].endswith("tree.py") and told[""][0].startswith(str(tmp_path))
         assert len(told["python"][1]) >= 10 and told[""][1] == told["python"][1]
+
+
+def flat(text: str) -> list[str]:
+    """Its statements, one binding each, whether said to be final or not; of numbers and strings, what they are."""
+    out, known = [], dict[str, object]()
+
+    def bound(one: ast.expr, said: ast.expr) -> str:
+        try:
+            known[ast.unparse(one)] = value = eval(ast.unparse(said), {"__builtins__": {}}, known)
+            return f"{ast.unparse(one)} = {value if isinstance(value, (int, float, str)) else ast.unparse(said)!r}"
+        except (NameError, AttributeError, TypeError):
+            return f"{ast.unparse(one)} = {ast.unparse(said)!r}"
+
+    for made in ast.parse(text).body:
+        if isinstance(made, ast.Assign) and isinstance(made.targets[0], ast.Tuple) and isinstance(made.value, ast.Tuple):
+            out += [bound(one, said) for one, said in zip(made.targets[0].elts, made.value.elts, strict=True)]
+        elif isinstance(made, ast.Assign) or (isinstance(made, ast.AnnAssign) and ast.unparse(made.annotation) == "_Final"):
+            out.append(bound(made.targets[0] if isinstance(made, ast.Assign) else made.target, made.value))
+        elif ast.unparse(made) != "from typing import Final as _Final":
+            out.append(ast.unparse(made))
+    return out
+
+
+@pytest.mark.parametrize("file", native.sources(), ids=lambda file: file.stem)
+def test_constants_that_are_said_to_be_final_are_the_same_ones(file):
+    """Every statement as it was, every line where it was, and what stands behind it, too."""
+    text = file.read_text("utf-8")
+    told = native_builder.settled(text)
+    assert flat(told) == flat(text)
+    changed = [(a, b) for a, b in zip(text.split("\n"), told.split("\n"), strict=True) if a != b]
+    assert all(b.startswith("from typing import Final as _Final; ") and a.partition("#")[2] == b.partition("#")[2] for a, b in changed)
+    constants = [made for made in ast.parse(text).body if isinstance(made, ast.Assign) and isinstance(made.value, ast.Constant)]
+    assert len(constants) <= len(changed), "one that is a number stayed a name"
+
+
+def test_what_is_no_number_and_no_string_is_not_said_to_be_final():
+    """Small names, several targets, types of their own, several lines, what is not bound by a tuple of as many, what hangs on more than constants, other kinds."""
+    text = "\n".join(["a = 1", "A = B = 2", "C: float = 3", "D = (", "    4", ")", "E, F = range(2)", "G, h = 1, 2", "def f():", "    I = 1", "x.J = 2", "K[0] = 3",
+                      "L = N + 1", "O = (1, 2)", "P, Q = 1, [2]", "R = 1e999", "S = max(1, 2)"])  # fmt: skip
+    assert native_builder.settled(text) == text
+    told = native_builder.settled("T, _U = 'ä', -2  # ö\nV = 1 << _U + 4\n")
+    assert told == "from typing import Final as _Final; T: _Final = 'ä'; _U: _Final = -2  # ö\nfrom typing import Final as _Final; V: _Final = 4\n"
 
 
 def classes(text: str, monkeypatch) -> dict[str, type]:

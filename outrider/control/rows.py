@@ -14,7 +14,7 @@ from outrider.measure.trace import verdicts
 
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
-GUESSES, UNPAID, SILENT, RESTS = range(4)  # what a drafter may do in a step
+GUESSES, UNPAID, SILENT, RESTS = 0, 1, 2, 3  # what a drafter may do in a step
 WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LOST = 8  # times as seldom, where they did not pay in the requests before either

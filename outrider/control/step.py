@@ -62,7 +62,7 @@ class Step:
         """Levels that a drafter, of which the first is paid, is best let go alone in these texts, by how likely its guesses were of late; in the mean of texts, where it made
         none yet. One that is tried goes no further than tries do, and none further than there is room for."""
         row, page = self.rows[0], self.page
-        chance, drafting = row.sure.get(name, self.tables.usual(name)), page.drafting[name]
+        chance, drafting = row.sure[name] if name in row.sure else self.tables.usual(name), page.drafting[name]
         levels = PROBED if self.trial else self.tables.depth(page, name, chance, row.steps.get(name, 1.0))[1]
         while levels > 1 and self.spent + drafting[levels] - drafting[1] + page.seconds[levels] > self.room:
             levels -= 1

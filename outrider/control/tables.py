@@ -20,15 +20,14 @@ UNSEEN = 0.6  # acceptance of a drafter of which nothing is known
 LESSONS = 3  # graded nodes a step that are learned from, standing for all of them
 SURE = 0.98  # acceptance of guesses that could hardly be better
 ALIKE = LEVELS + 1  # depth from which on nodes of one score are as likely as each other: no verdict that predictors tell apart was before the draft
-LOOK = (
-    0.35  # a drafter whose level costs less of a plain step is asked before anything is weighed: its own scores say more than what it was elsewhere
-)
+LOOK = 0.35  # a drafter whose level costs less of a plain step is asked before anything is weighed: its scores say more than what it was elsewhere
 TEXTS = (0.35, 0.5, 0.65, 0.75, 0.85, 0.92, 0.96, 0.985)  # texts are told apart by how likely the guesses of a drafter are in them
 BATCH = 8  # steps that are learned from together
 LOOKED = 16  # depths weighed before a drafter starts
 CHANCES = [n / 20 for n in range(2, 20)]  # of first tokens, as drafters give them: from which on is it worth asking?
 WARM = 32  # the first drafts of a new pair: of it nothing is known yet, and they are verified whole, to the depth WHOLE
 MARGIN = 0.03  # what a plan must promise more than plain decoding
+FINE = 128  # more than there are hundredths
 SEEN = 3  # last verdicts that predictions tell apart between two pages
 
 
@@ -50,8 +49,8 @@ class Lesson:
 class Page:
     """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
     tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
-    objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter and chance of its guesses
-    (in hundredths), what it is worth by itself and at how many levels, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
+    objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter, chance of its guesses
+    (in hundredths) and steps each (FINE times tenths), what it is worth by itself and at how many levels, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
     of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
     that pays, once asked. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
 
@@ -68,7 +67,7 @@ class Page:
     steady: float
     deepest: int
     cheapest: float
-    scores: dict[tuple[str, int, int], tuple[float, int]] = field(default_factory=dict)
+    scores: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     least: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -152,16 +151,17 @@ class Tables:
 
     def depth(self, page: Page, name: str, chance: float, steps: float) -> tuple[float, int]:
         """The same, and that depth."""
-        key = name, round(100 * chance), round(10 * steps)
-        if key not in page.scores:
-            p, gained, best, at = key[1] / 100, 0.0, 0.0, 0
+        known, likely, share = page.scores.setdefault(name, {}), int(100 * chance + 0.5), int(10 * steps + 0.5)
+        key = FINE * share + likely
+        if key not in known:
+            p, gained, best, at = likely / 100, 0.0, 0.0, 0
             for k in range(1, LOOKED + 1):
                 gained += p**k
-                worth = (1 + gained) / (page.drafting[name][steps_of(k, key[2] / 10)] + page.verify[k])
+                worth = (1 + gained) / (page.drafting[name][steps_of(k, share / 10)] + page.verify[k])
                 if worth > best:
                     best, at = worth, k
-            page.scores[key] = best, at
-        return page.scores[key]
+            known[key] = best, at
+        return known[key]
 
     def kinds(self, page: Page, name: str) -> list[tuple[float, float]]:
         """(share, score): of how many texts a drafter is worth how much, by those before; kept for the life of a page."""

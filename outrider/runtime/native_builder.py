@@ -67,7 +67,7 @@ def build(folder: Path) -> None:
             raise RuntimeError("the sources were edited meanwhile")
         (work / "types.ini").write_text(TYPES)
         for file in (work / file.relative_to(HERE.parent) for file in sources()):
-            file.write_text(constructed(file.read_text("utf-8")), "utf-8")
+            file.write_text(constructed(settled(file.read_text("utf-8"))), "utf-8")
         _make(work, [str(file.relative_to(HERE.parent)) for file in sources()])
         told = [_run([*BUILD, "witness"], {SWITCH: given}).split("\n", 1) for given in ("python", str(work / "built"))]
         if told[1][0] != "native":
@@ -92,6 +92,33 @@ def _make(work: Path, modules: list[str]) -> None:
         make("counted", COUNT)
         _run([*BUILD, "practise"], {SWITCH: str(work / "counted")})
     make("built", COUNTED if counting else "")
+
+
+def settled(text: str) -> str:
+    """A source whose numbers and strings are said to be `Final`: machine code holds them then, and need not find each by its name in a module's dictionary. Left as
+    they are: other constants, those on several lines, with a type of their own, or bound together by anything but a tuple of as many."""
+    lines, known = text.encode().split(b"\n"), dict[str, Any]()
+    for made in ast.parse(text).body:
+        if isinstance(made, ast.Assign) and made.lineno == made.end_lineno and (said := _settled(made, known)):
+            told = "; ".join([f"{name}: _Final = {value!r}" for name, value in said.items()])
+            lines[made.lineno - 1] = f"from typing import Final as _Final; {told}".encode() + lines[made.lineno - 1][made.end_col_offset :]
+            known |= said
+    return b"\n".join(lines).decode()
+
+
+def _settled(made: ast.Assign, known: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and strings that a statement binds to large names, by those `known` before; none, unless that is all it does."""
+    name, value = made.targets[0], made.value
+    pairs = [(name, value)]
+    if isinstance(name, ast.Tuple) and isinstance(value, ast.Tuple) and len(name.elts) == len(value.elts):
+        pairs = list(zip(name.elts, value.elts, strict=True))
+    told = dict[str, Any]()
+    for one, said in pairs:
+        if isinstance(one, ast.Name) and one.id.isupper():
+            with contextlib.suppress(NameError, AttributeError, TypeError):
+                told[one.id] = eval(ast.unparse(said), {"__builtins__": {}}, known)
+    plain = all(type(x) in (int, float, str) and repr(x) not in ("inf", "-inf", "nan") for x in told.values())
+    return told if plain and len(told) == len(pairs) and len(made.targets) == 1 else {}
 
 
 def constructed(text: str) -> str:
