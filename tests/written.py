@@ -82,9 +82,9 @@ class Weather(World):
         super().verify(nodes)
         self._slowed(before, "plain" if nodes == 0 else "verify")
 
-    def draft(self, name: str, levels: int, more: int, length: int) -> None:
+    def draft(self, name: str, levels: int, more: int, length: int, tail: int | None = None) -> None:
         before = self.time
-        super().draft(name, levels, more, length)
+        super().draft(name, levels, more, length, tail)
         self._slowed(before, name)
 
 

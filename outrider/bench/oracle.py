@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from outrider.bench.replay import DEPTH, Text, Trace, tier_of
+from outrider.bench.replay import AT_ONCE, DEPTH, Text, Trace, tier_of
 from outrider.control.predict import bucket
+from outrider.control.starts import LONG, TAIL
 from outrider.measure.cost import CALM, Costs, situation
 
 
@@ -47,7 +48,10 @@ def prices(trace: Trace, text: Text) -> Prices:
     for name in trace.drafters:
         own = costs.drafting(name, at)
         assert own is not None
-        drafting[name], first[name] = own.drawn().line, costs.catching_up(name, at, text.length)
+        drafting[name], first[name] = (
+            own.drawn().line,
+            costs.catching_up(name, at, TAIL if text.length > LONG and name not in AT_ONCE else text.length),
+        )
     return Prices(costs.plainly(at), curve.drawn().line, drafting, first)
 
 

@@ -29,6 +29,9 @@ from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, situation
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
 
+AT_ONCE = frozenset(
+    {"lookup"}
+)  # drafters that say all they have to say in one call, and read all of a text; others go a level at a time, and may begin with its end
 DEPTH = 32  # of the continuations that are written down
 TIER = "replay"
 RECORD = "recording it: outrider bench schedule --trace FILE"
@@ -200,13 +203,15 @@ class World:
         assert curve is not None
         self.time += self.costs.plainly(self.at()) if self.plain > CALM else curve.drawn().line[min(nodes, DEEPEST)]
 
-    def draft(self, name: str, levels: int, more: int, length: int) -> None:
-        """A drafter takes `more` steps."""
+    def draft(self, name: str, levels: int, more: int, length: int, tail: int | None = None) -> None:
+        """A drafter takes `more` steps; `tail`: with how many tokens of the text's end it begins, 0: with all, None: as it began. What it says is what it said when it had
+        read all."""
         curve = self.costs.drafting(name, self.at())
         assert curve is not None
         line = curve.drawn().line
         if levels == 0:
-            behind, self.read[name] = length - self.read.get(name, 0), length
+            behind, self.read[name] = length if tail == 0 else length - self.read.get(name, 0), length
+            behind = min(behind, tail or behind)
             self.time += self.costs.catching_up(name, self.at(), behind) if behind > FAR else 0.0
         self.time += line[min(levels + more, DEEPEST)] - (line[levels] if levels else 0.0)
 
@@ -270,6 +275,7 @@ class _Guesser:
 
     def __init__(self, name: str, world: World, at_once: bool) -> None:
         self.name, self.world, self.at_once, self.saved, self.bit = name, world, at_once, 0, 0
+        self.tail: int | None = None
 
     def begin(self, seq: Sequence) -> None:
         self.world.read.pop(self.name, None)
@@ -288,6 +294,7 @@ class _Guesser:
     ) -> Draft:
         text, seq, place, self.bit = self.world.text, seqs[0], frontier[0], source
         assert text is not None
+        tail, self.tail = self.tail, None
         tokens, scores = text.guesses[self.name][seq.produced]
         done, most = 0 if place < 0 else draft.depth[place], len(tokens)
         upto, taken = min(done + levels, most), partial(text.taken, self.name, seq.produced)
@@ -299,7 +306,7 @@ class _Guesser:
             self.world.draft(self.name, done, max(steps, 1), len(seq.tokens))
         else:
             for step in range(max(steps, 1)):
-                self.world.draft(self.name, taken(done) + step, 1, len(seq.tokens))
+                self.world.draft(self.name, taken(done) + step, 1, len(seq.tokens), tail)
         return tree.run(draft, place, tokens[done:upto], source, scores[done:upto]) if upto > done else draft
 
 
@@ -308,7 +315,7 @@ def _as_greedy(seqs: list[Sequence]) -> Settings:
     return replace(Settings.of(seqs), greedy=np.ones(len(seqs), bool), all_greedy=True, raw=True)
 
 
-def engine_of(trace: Trace, world: World, controller: Controller, at_once: tuple[str, ...] = ("lookup",)) -> Engine:
+def engine_of(trace: Trace, world: World, controller: Controller, at_once: frozenset[str] = AT_ONCE) -> Engine:
     """The real engine over a trace."""
     engine = Engine(_Target(world), {name: _Guesser(name, world, name in at_once) for name in trace.drafters}, controller, 1)
     engine.now, engine.read = world.now, _as_greedy

@@ -150,6 +150,8 @@ def _asked(controller: Controller, name: str, drafter: Any) -> dict[str, Any]:
     """What a drafter is given of a controller that decides while it drafts."""
     if hasattr(drafter, "likely") and hasattr(controller, "likely"):
         drafter.likely = controller.likely(name)
+    if hasattr(controller, "tail") and (tail := controller.tail(name)) is not None:
+        drafter.tail = tail
     return {"on": controller.on}
 
 

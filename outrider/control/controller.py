@@ -31,14 +31,16 @@ SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and
 
 class Adaptive:
     """A Controller that learns from every step. `tables`: of its drafters, the cheapest first; `tier()`: what serves the
-    target now; `slowdown`: how much slower than plain decoding a request may become; `cautious`: somebody measures drafters
+    target now; `tails`: drafters that can begin with a text's end; `slowdown`: how much slower than plain decoding a request may become; `cautious`: somebody measures drafters
     while nobody waits, so one that costs something and was never measured is not tried in a request."""
 
     asks: ClassVar[bool] = True
 
-    def __init__(self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False) -> None:
+    def __init__(
+        self, tables: Tables, tier: Callable[[], str], slowdown: float = 0.05, *, cautious: bool = False, tails: frozenset[str] = frozenset()
+    ) -> None:
         self.tables, self.tier, self.ledger = tables, tier, Ledger(slowdown, holdups=tables.costs.holdups)
-        self.starts = Starts(tables, self.ledger, cautious)
+        self.starts = Starts(tables, self.ledger, cautious, tails)
         self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}
         self.plans = {key: _plan(key) for some in _subsets(list(tables.bits)) for key in _depths(some)}  # their code is made at load
@@ -259,6 +261,10 @@ class Adaptive:
         """Levels that a drafter will probably go in these texts."""
         return self.step.deep(name) if self.step is not None else DEEPEST
 
+    def tail(self, name: str) -> int | None:
+        """With how many tokens of the text's end a drafter begins in this step; 0: with all; None: as it began."""
+        return self.step.tails.get(name) if self.step is not None and self.step.tails else None
+
     def blind(self, name: str) -> int:
         """Levels that a drafter is best let go without being asked between them; 0: too many for that."""
         if self.step is None:
@@ -357,7 +363,7 @@ class Adaptive:
         held = Held(seqs, record, step, self.looked, calm, _age(seqs) - 1)
         if self._teaches() or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
             at = step.page.at if step else self._situation(seqs)
-            behind = {name: max([c - row.read.get(name, 0) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels}
+            behind = {name: max([step.unread(row, name, c) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels if step}
             pace = self.tables.costs.pace * self.tables.costs.chill(held.age)
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, pace, held.age < COLD))
             if self.page is None or len(self.lessons) >= BATCH:

@@ -28,15 +28,16 @@ RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens that a request is trusted to have had, at the pace of plain decoding, before any were written
 FIRST, LATELY = 0.7, 0.5  # weight of a text's first step, and of each later one, in how sure a drafter is there
 FADED = 0.2  # what each refusal takes of that: who is not asked shows nothing more
+TAIL, LONG = 64, 256  # tokens of a text's end that a drafter may begin with; unread ones from which on it may
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 
 class Starts:
-    """`cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `explored`: plain steps that tries have cost; `pause` and
+    """`tails`: drafters that can begin with a text's end. `cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `explored`: plain steps that tries have cost; `pause` and
     `due`: by drafter, steps between its tries and the step from which on the next may be; `rates`: by drafter, of what request, rows and steps the last one is."""
 
-    def __init__(self, tables: Tables, ledger: Ledger, cautious: bool) -> None:
-        self.tables, self.ledger, self.cautious = tables, ledger, cautious
+    def __init__(self, tables: Tables, ledger: Ledger, cautious: bool, tails: frozenset[str] = frozenset()) -> None:
+        self.tables, self.ledger, self.cautious, self.tails = tables, ledger, cautious, tails
         self.explored = 0.0
         self.rates: dict[str, tuple[tuple[str, int, int], float]] = {}
         self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
@@ -45,6 +46,8 @@ class Starts:
         """A cheap one with little to read is asked before anything is weighed, unless others have guessed."""
         if self.cautious and step.number < UNMEASURED and step.page.prices[name] > DEAR and not self.tables.measured(name, step.page.at):
             return _later(step, name)
+        if name in self.tails and len(seqs) == 1 and self._begins_anew(step, seqs[0], name):
+            return True
         wait = sum([self._waiting(step, s, step.rows[r], name) for r, s in enumerate(seqs)])
         if not cheap or wait > LONG_READ:
             return self._pays(step, seqs, name, draft, wait)
@@ -177,11 +180,40 @@ class Starts:
 
     def _waiting(self, step: Step, seq: Sequence, row: Row, name: str) -> float:
         """Plain steps that pass before a drafter has caught up with a text."""
-        behind = len(seq.tokens) - row.read.get(name, 0)
-        if behind <= FAR:
-            return 0.0
+        behind = step.unread(row, name, len(seq.tokens))
+        return self._reading(step, name, behind) if behind > FAR else 0.0
+
+    def _reading(self, step: Step, name: str, behind: int) -> float:
+        """Plain steps that it takes a drafter to read so many tokens."""
         costs = self.tables.costs
         return costs.catching_up(name, step.page.at, behind) * costs.pace / step.page.plain
+
+    def _begins_anew(self, step: Step, seq: Sequence, name: str) -> bool:
+        """Where a drafter begins that has a long text to read: with its end, where that spares more than a plain step and was enough in most texts before; now and then in any
+        case. Where the end turns out to say too little it reads all: True, that is begun in this step."""
+        row, length = step.rows[0], len(seq.tokens)
+        unread = length - row.read.get(name, 0)
+        if unread > LONG and row.tail.get(name) != 0:
+            spares = self._reading(step, name, unread) - self._reading(step, name, TAIL)
+            enough = self.tables.next.share(f"{name} tail", 1.0) >= 0.5 or step.number % SAMPLE == 0
+            step.tails[name] = row.tail[name] = TAIL if spares > 1 and enough else 0
+            return False
+        if not row.tail.get(name) or name not in row.sure or not self._misses(step, seq, name):
+            return False
+        step.tails[name] = row.tail[name] = row.read[name] = 0
+        self.tables.next.count(f"{name} tail", False)
+        row.sure.pop(name), row.steps.pop(name), row.bias.pop(name, None)
+        step.reads = True
+        return True
+
+    def _misses(self, step: Step, seq: Sequence, name: str) -> bool:
+        """Would a drafter that read a text's end alone, and is as sure of its guesses as it was there, save twice what it takes to read all, if it were then what it is in
+        texts that it has read?"""
+        row, page = step.rows[0], step.page
+        wait = self._reading(step, name, len(seq.tokens))
+        now = max(self.tables.score(page, name, row.sure[name], row.steps[name]), 1 / step.plain)
+        then = sum([share * max(now, score) for share, score in self.tables.kinds(page, name)])
+        return 2 * wait <= (1 / now - 1 / then) * _ahead(seq) and not self._too_much(step, name, wait, self.ledger.reading([seq]))
 
     def tried(self, name: str, cost: float, record: StepRecord, number: int) -> None:
         """What a try brought it has not cost; and where all of it was right, the next one is soon."""
@@ -217,6 +249,8 @@ class Starts:
         """How sure drafters were in a request is what they may be in the next ones, and what came of promises to save is what those are worth."""
         for name, sure in row.sure.items():
             self.tables.ended(name, sure, row.steps[name])
+            if row.tail.get(name):
+                self.tables.next.count(f"{name} tail", True)
         for name, (promised, saved) in row.owing.items():
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 

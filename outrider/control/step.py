@@ -20,7 +20,7 @@ PROBED = 2  # levels of a drafter that is tried
 @dataclass(slots=True)
 class Step:
     """`number`: of all steps; `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to
-    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `known`: (nodes the draft had, nodes a row that
+    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `tails`: by drafter that is told where to begin in this step, with how many tokens of the text's end, 0: with all. `known`: (nodes the draft had, nodes a row that
     were best, the score of that)."""
 
     tables: Tables
@@ -42,6 +42,7 @@ class Step:
     queued: bool = False  # is all that is drafted being verified already?
     reads: bool = False  # does a drafter read before it begins?
     names: list[str] = field(default_factory=list)  # who may be asked
+    tails: dict[str, int] = field(default_factory=dict)
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
     def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:
@@ -67,6 +68,11 @@ class Step:
         while levels > 1 and self.spent + drafting[levels] - drafting[1] + page.seconds[levels] > self.room:
             levels -= 1
         return levels
+
+    def unread(self, row: Row, name: str, length: int) -> int:
+        """Tokens that a drafter has to read of a text of this length, from where it begins."""
+        unread = length - row.read.get(name, 0)
+        return min(unread, self.tails.get(name) or unread)
 
     def begins(self, name: str, draft: Draft) -> None:
         """A drafter is let go from the roots. What it says where there was no node before are the nodes."""

@@ -216,21 +216,23 @@ done:
     return out;
 }
 
-/* laid(address, kinds, text, start, nodes, parents, count): see races.pyi */
+/* laid(address, kinds, text, start, nodes, parents, count, skipped = 0): see races.pyi */
 static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
-    int64_t *out = count == 7 ? PyLong_AsVoidPtr(given[0]) : NULL;
-    long kinds = count == 7 ? PyLong_AsLong(given[1]) : 0, start = count == 7 ? PyLong_AsLong(given[3]) : 0, below = count == 7 ? PyLong_AsLong(given[6]) : 0;
+    int known = count == 7 || count == 8;
+    int64_t *out = known ? PyLong_AsVoidPtr(given[0]) : NULL;
+    long kinds = known ? PyLong_AsLong(given[1]) : 0, start = known ? PyLong_AsLong(given[3]) : 0, below = known ? PyLong_AsLong(given[6]) : 0;
+    long skipped = count == 8 ? PyLong_AsLong(given[7]) : 0;
     uint64_t sees[64]; /* of each node, the slots on its path */
     long depth[64], end;
     if (PyErr_Occurred())
         return NULL;
-    if (count != 7 || !PyList_Check(given[2]) || !PyList_Check(given[4]) || !PyList_Check(given[5])) {
+    if (!known || !PyList_Check(given[2]) || !PyList_Check(given[4]) || !PyList_Check(given[5])) {
         PyErr_SetString(PyExc_TypeError, "laid takes an address, a number of kinds, a list and a number, two lists and a number");
         return NULL;
     }
-    end = PyList_GET_SIZE(given[2]);
-    if (start < 0 || start > end || below < 0 || below > PyList_GET_SIZE(given[4]) || below > PyList_GET_SIZE(given[5]) || below > 64) {
+    end = PyList_GET_SIZE(given[2]) - skipped;
+    if (skipped < 0 || start < 0 || start > end || below < 0 || below > PyList_GET_SIZE(given[4]) || below > PyList_GET_SIZE(given[5]) || below > 64) {
         PyErr_SetString(PyExc_IndexError, "no such tokens");
         return NULL;
     }
@@ -245,7 +247,7 @@ static PyObject *laid(PyObject *self, PyObject *const *given, Py_ssize_t count)
     }
     for (long p = start; p < end + below; ++p) {
         long n = p - end; /* a node, from 0 on */
-        *out++ = PyLong_AsLongLong(n < 0 ? PyList_GET_ITEM(given[2], p) : PyList_GET_ITEM(given[4], n));
+        *out++ = PyLong_AsLongLong(n < 0 ? PyList_GET_ITEM(given[2], p + skipped) : PyList_GET_ITEM(given[4], n));
         *out++ = n < 0 ? p : end - 1 + depth[n];
         *out++ = p;
         *out++ = n < 0 ? p + 1 : end;

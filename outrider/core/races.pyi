@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-def laid(address: int, kinds: int, text: list[int], start: int, nodes: list[int], parents: list[int], count: int, /) -> None:
+def laid(address: int, kinds: int, text: list[int], start: int, nodes: list[int], parents: list[int], count: int, skipped: int = 0, /) -> None:
     """Write the columns of one row's forward (int64 each: token, position, slot, upto, and what is seen, for so many `kinds` of windows; `kv.Block`) to a memory address that
-    has room for them: the text from `start` on, and the first `count` nodes of a tree below its end (a parent below 0: the end itself), each of which sees all on its path."""
+    has room for them: the text from `start` on, and the first `count` nodes of a tree below its end (a parent below 0: the end itself), each of which sees all on its path. Of the text `skipped` tokens are left out: it begins behind them."""
 
 def chained(address: int, kinds: int, tokens: list[int], position: int, slot: int, upto: int, sees: int, /) -> None:
     """The same of nodes one below the other, the first at that position and slot, whose parent sees the slots of the bits of `sees` behind `upto`."""

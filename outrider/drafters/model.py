@@ -29,7 +29,8 @@ class ModelDrafter:
 
     vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
     sizes. Ids beyond it are never proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words
-    before along with its own guesses? A chain takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may.
+    before along with its own guesses? A chain takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may. `tail`: with how many tokens of one text's end
+    it begins in the next call, if more are not read yet; 0: with all; None: as it began.
     """
 
     needs = ("tokens",)
@@ -38,6 +39,7 @@ class ModelDrafter:
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:
         self.model, self.name, self.vocab, self.saved, self.foresees = model, name, vocab or model.spec.vocab_size, 0, True
         self.likely = 0
+        self.tail: int | None = None
 
     @property
     def queues(self) -> bool:
@@ -68,6 +70,9 @@ class ModelDrafter:
         target: Model | None = None,
     ) -> Draft:
         self.saved, likely, self.likely = 0, self.likely, 0
+        tail, self.tail = self.tail, None
+        if tail is not None and hasattr(self.model, "begin_at"):
+            self.model.begin_at(seqs[0], tail)
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
         if not frontier:
             return draft

@@ -99,6 +99,11 @@ class HFModel:
         self.queued = None
         self.rows.drop(seqs)
 
+    def begin_at(self, seq: Sequence, tail: int) -> None:
+        """As `Rows` says; a view reads its owner's text as it is."""
+        if self.own:
+            self.rows.begin_at(seq, tail)
+
     def prefill(self, seqs: list[Sequence]) -> None:
         for seq in (s for s in seqs if self.rows.behind(s) > 1):
             tail = self.rows.tail(seq)[:-1]

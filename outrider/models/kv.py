@@ -4,7 +4,7 @@ A cache is a block of `rows` x `capacity` slots per layer. A row's committed tok
 draft nodes lie behind them as scratch, in the order they were scored. Commit moves the accepted ones to their
 positions (a chain is already there) and forgets the rest by lowering the length. Rows in use are rows 0..n-1, so a
 step of the whole batch reads the cache without a gather; rows given back keep their text for reuse by later prompts.
-Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives.
+Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives, of a text that may begin behind the request's beginning (`begin_at`).
 """
 
 from array import array
@@ -25,7 +25,7 @@ BUCKET = 64  # slots read are rounded up to this, so that shapes recur
 
 @dataclass(slots=True)
 class Row:
-    """One row. `text`: the tokens whose keys are in slots [0, cached); `base`: where scratch begins in this step, or
+    """One row. `text`: the tokens whose keys are in slots [0, cached); `skipped`: tokens of the request before these, which are left out: positions and slots count from behind them; `base`: where scratch begins in this step, or
     -1 when the step has not touched the row; `scratch`: node -> which scratch slots it sees, in the order of slots."""
 
     index: int
@@ -35,6 +35,7 @@ class Row:
     scratch: dict[int, int] = field(default_factory=dict)
     resumed: bool = False
     used: int = 0
+    skipped: int = 0
 
     @property
     def cached(self) -> int:
@@ -110,7 +111,7 @@ class Rows:
         if self.active == len(self.all):
             raise OutriderError(f"all {self.active} rows of {self.name} are taken", "", "fewer requests at a time, or load with more rows")
         prompt = seq.request.prompt
-        shared = [min(_common(row.text, prompt), len(prompt) - 1) if self.reuse else 0 for row in self.all]
+        shared = [min(_common(row.text, prompt), len(prompt) - 1) if self.reuse and not row.skipped else 0 for row in self.all]
         best = int(np.argmax(shared))
         free = self.all[self.active :]
         own = best >= self.active and 2 * shared[best] >= self.all[best].cached
@@ -121,7 +122,7 @@ class Rows:
         self.reused += shared[best]
         self._exchange(row, self.all[self.active])
         self.active += 1
-        row.owner, row.base, row.scratch = seq, -1, {}
+        row.owner, row.base, row.scratch, row.skipped = seq, -1, {}, 0
         seq.slots[self.name] = row
         return row
 
@@ -129,6 +130,7 @@ class Rows:
         """Free the row of `seq`; its text stays for reuse. The last row in use takes its index."""
         row: Row = seq.slots.pop(self.name)
         self.clock += 1
+        self._forget(row)
         row.owner, row.base, row.scratch, row.used = None, -1, {}, self.clock
         self.active -= 1
         self._exchange(row, self.all[self.active])
@@ -139,13 +141,30 @@ class Rows:
             self.all[a.index], self.all[b.index] = b, a
             a.index, b.index = b.index, a.index
 
+    def begin_at(self, seq: Sequence, tail: int) -> None:
+        """Let the text begin with its last `tail` tokens, where more are not cached yet; 0: with all, if any were left out. Within a step nothing is changed."""
+        row = self.of(seq)
+        if row.base >= 0:
+            return
+        if tail == 0:
+            self._forget(row)
+        elif self.behind(seq) > tail:
+            row.text, row.skipped = [], len(seq.tokens) - tail
+
+    def _forget(self, row: Row) -> None:
+        """What was read of a text without its beginning is of no use for any other."""
+        if row.skipped:
+            row.text, row.skipped = [], 0
+
     def tail(self, seq: Sequence) -> list[int]:
         """Tokens that are committed but not cached."""
-        return seq.tokens[self.of(seq).cached :]
+        row = self.of(seq)
+        return seq.tokens[row.skipped + row.cached :]
 
     def behind(self, seq: Sequence) -> int:
         """How many they are."""
-        return len(seq.tokens) - len(self.of(seq).text)
+        row = self.of(seq)
+        return len(seq.tokens) - row.skipped - len(row.text)
 
     def append(self, seq: Sequence, tokens: list[int]) -> Block:
         """The forward of a prefill chunk. Its tokens count as cached when `appended` says that they were computed."""
@@ -192,7 +211,7 @@ class Rows:
     def _anew(self, seq: Sequence, tokens: list[int], parents: list[int], count: int, first: int = 0) -> Layout:
         """`layout` of one row's root and of the first `count` of some nodes, called `first` and so on, none of them scored before: what most steps ask."""
         row = self.of(seq)
-        start, end = len(row.text), len(seq.tokens)
+        start, end = len(row.text), len(seq.tokens) - row.skipped
         width = end - start + count
         at = list(range(width - count - 1, width)) if end - start > 1 else None
         if races is None or end + count >= self.capacity or self.narrowest <= count:  # too long, or not all sees all
@@ -201,7 +220,7 @@ class Rows:
             return Layout([self._line(row, columns)], at)
         row.base, row.scratch, row.resumed = end, _sights(parents, count, first), False
         table = self._table(row.index, width)
-        races.laid(table.address, len(self.windows), seq.tokens, start, tokens, parents, count)
+        races.laid(table.address, len(self.windows), seq.tokens, start, tokens, parents, count, row.skipped)
         return Layout([Block(row.index, table.made, _bucket(end + count, self.capacity), width)], at)
 
     def _columns(self, seqs: list[Sequence], draft: Draft, place: int) -> tuple[Row, list[Column]]:
@@ -217,7 +236,7 @@ class Rows:
 
     def _root_columns(self, row: Row, seq: Sequence) -> list[Column]:
         start = len(row.text)
-        tail = seq.tokens[start:]
+        tail = seq.tokens[row.skipped + start :]
         row.base, row.scratch, row.resumed = start + len(tail), row.scratch if row.resumed else {}, False
         return [(t, p, p, p + 1, *self.blind) for p, t in enumerate(tail, start)]
 
@@ -314,10 +333,10 @@ class Rows:
             if row.base < 0:
                 continue
             if not path:
-                row.text += seq.tokens[row.cached : row.base]
+                row.text += seq.tokens[row.skipped + row.cached : row.skipped + row.base]
                 row.base, row.scratch = -1, {}
                 continue
-            row.text += seq.tokens[row.cached : row.base] + draft.text(path[: self._gather(row, path)])
+            row.text += seq.tokens[row.skipped + row.cached : row.skipped + row.base] + draft.text(path[: self._gather(row, path)])
             row.base, row.scratch = -1, {}
 
     def _gather(self, row: Row, path: list[int]) -> int:

@@ -77,6 +77,9 @@ class ToyModel:
     def view(self, layers: tuple[int, ...]) -> "ToyModel":
         raise ValueError("a table has no layers")
 
+    def begin_at(self, seq: Sequence, tail: int) -> None:
+        self.rows.begin_at(seq, tail)
+
     def prefill(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
             tail = self.rows.tail(seq)[:-1]
