@@ -257,10 +257,10 @@ def test_a_tree_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windo
         rows, told, shape = Rows("m", 2, 50, None, windows), [], random.Random(seed)
         seqs = [Sequence(Request(str(r), tuple(text[r : r + 20]), SamplingParams(), 0, "greedy"), text[r : r + 20]) for r in range(2)]
         for seq in seqs:
-            rows.open(seq).text = seq.tokens[:17]
+            rows.open(seq).skipped = 5 * (seed % 2)  # a text without its beginning
         for count, tail in zip(counts, tails, strict=True):
             for seq in seqs:
-                rows.of(seq).text = seq.tokens[: len(seq.tokens) - tail]
+                rows.of(seq).text = seq.tokens[5 * (seed % 2) : len(seq.tokens) - tail]
                 draft = Draft(rows=1)
                 for n in range(count):  # chains, bushes, and what lies between
                     draft = tree.grow(draft, [n - 1 if seed % 3 == 0 else shape.randrange(-1, n)], [text[100 + n]], 1)
@@ -399,3 +399,6 @@ def test_only_tokens_that_are_there_are_laid_out(made):
     assert not table.any()
     with pytest.raises(TypeError):
         made.laid(table.ctypes.data, 1, ["x"], 0, [], [], 0)
+    for skipped in (-1, 2):
+        with pytest.raises(IndexError):
+            made.laid(table.ctypes.data, 1, [1], 0, [], [], 0, skipped)
