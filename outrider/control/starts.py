@@ -189,14 +189,15 @@ class Starts:
         return costs.catching_up(name, step.page.at, behind) * costs.pace / step.page.plain
 
     def _begins_anew(self, step: Step, seq: Sequence, name: str) -> bool:
-        """Where a drafter begins that has a long text to read: with its end, where that spares more than a plain step and was enough in most texts before; now and then in any
-        case. Where the end turns out to say too little it reads all: True, that is begun in this step."""
+        """Where a drafter begins that has a long text to read: with its end, where what that spares is worth more than what it takes to find out that it is not enough, by how
+        often it was; now and then in any case. Where it says too little it reads all: True, that is begun in this step."""
         row, length = step.rows[0], len(seq.tokens)
         unread = length - row.read.get(name, 0)
         if unread > LONG and row.tail.get(name) != 0:
-            spares = self._reading(step, name, unread) - self._reading(step, name, TAIL)
-            enough = self.tables.next.share(f"{name} tail", 1.0) >= 0.5 or step.number % SAMPLE == 0
-            step.tails[name] = row.tail[name] = TAIL if spares > 1 and enough else 0
+            first, enough = self._reading(step, name, TAIL), self.tables.next.share(f"{name} tail", 1.0)
+            spares = self._reading(step, name, unread) - first
+            tries = spares > 1 and (enough * spares > (1 - enough) * (1 + first) or step.number % SAMPLE == 0)
+            step.tails[name] = row.tail[name] = TAIL if tries else 0
             return False
         if not row.tail.get(name) or name not in row.sure or not self._misses(step, seq, name):
             return False
@@ -208,11 +209,11 @@ class Starts:
 
     def _misses(self, step: Step, seq: Sequence, name: str) -> bool:
         """Would a drafter that read a text's end alone, and is as sure of its guesses as it was there, save twice what it takes to read all, if it were then what it is in
-        texts that it has read?"""
+        the mean of texts?"""
         row, page = step.rows[0], step.page
         wait = self._reading(step, name, len(seq.tokens))
         now = max(self.tables.score(page, name, row.sure[name], row.steps[name]), 1 / step.plain)
-        then = sum([share * max(now, score) for share, score in self.tables.kinds(page, name)])
+        then = sum([share * max(1 / step.plain, score) for share, score in self.tables.kinds(page, name)])
         return 2 * wait <= (1 / now - 1 / then) * _ahead(seq) and not self._too_much(step, name, wait, self.ledger.reading([seq]))
 
     def tried(self, name: str, cost: float, record: StepRecord, number: int) -> None:
