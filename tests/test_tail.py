@@ -166,15 +166,17 @@ def test_who_begins_with_the_end(told: dict[str, Any], tail: int | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("sure", "length", "again"),
+    ("sure", "length", "rate", "again"),
     [
-        (0.2, 400, True),
-        (0.99, 400, False),  # it could hardly be surer
-        (0.2, 4000, False),  # to read all would take longer than it could save
+        (0.2, 400, 1.0, True),
+        (0.99, 400, 1.0, False),  # it could hardly be surer
+        (0.2, 4000, 1.0, False),  # to read all would take longer than it could save
+        (0.2, 400, 9.0, False),  # others write so many tokens for the time of a plain step without it
     ],
 )
-def test_who_is_not_sure_enough_at_the_end_reads_all(sure: float, length: int, again: bool) -> None:
+def test_who_is_not_sure_enough_at_the_end_reads_all(sure: float, length: int, rate: float, again: bool) -> None:
     starts, step, seq, _ = begun(length, each=0.02)
+    starts.rates["model"] = ("a", 1, 0), rate
     for i in range(8):
         starts.tables.next.cells[f"model t{i}"] = [1000.0, float(i == 6)]  # in texts before it was nearly always right
     row = step.rows[0]
