@@ -24,6 +24,7 @@ from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Sequence
 from outrider.drafters.model import ModelDrafter
 from outrider.measure.cost import Costs
+from outrider.models.kv import SPARES
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -46,7 +47,7 @@ def test_a_text_that_begins_later_is_one_of_its_own(name: str, seed: int) -> Non
             if rng.random() < 0.5:
                 unread = model.rows.behind(seq)
                 model.begin_at(seq, tail)
-                begun[r] = 0 if tail == 0 else len(seq.tokens) - tail if tail < unread else begun[r]
+                begun[r] = 0 if tail == 0 else len(seq.tokens) - tail if SPARES * tail < unread else begun[r]
         asked = [r for r in range(2) if rng.random() < 0.7]  # who is left out has more to read later
         draft = random_draft(rng, 2, VOCAB, int(rng.integers(0, 7)))
         places = [p for p in tree.all_places(draft) if tree.row_at(draft, p) in asked]
@@ -70,12 +71,12 @@ def test_a_text_that_begins_later_is_one_of_its_own(name: str, seed: int) -> Non
 def test_what_was_read_of_an_end_is_no_beginning_of_another_text() -> None:
     """Neither while its row is in use nor after; and what was read whole still is."""
     model = ToyModel(VOCAB, 3)
-    end, other = list(range(1, 10)), [7] * 20 + list(range(1, 10))
+    end, other = list(range(1, 10)), [7] * 30 + list(range(1, 10))
     first = sequence(other, "a")
     model.open(first)
     model.begin_at(first, 9)
     model.prefill([first])
-    assert model.rows.of(first).text == end[:-1] and model.rows.of(first).skipped == 20
+    assert model.rows.of(first).text == end[:-1] and model.rows.of(first).skipped == 30
     for name in ("b", "c"):
         later = sequence([*end, 5], name)
         model.open(later)
@@ -91,11 +92,26 @@ def test_what_was_read_of_an_end_is_no_beginning_of_another_text() -> None:
     assert model.rows.reused == 9
 
 
+def test_what_is_cached_of_a_long_text_is_not_given_up_for_little() -> None:
+    """Of a conversation that goes on, a row still holds all but the last words."""
+    model = ToyModel(VOCAB, 3)
+    model.open(seq := sequence(list(range(20)), "a"))
+    model.prefill([seq])
+    seq.tokens += [1] * 11  # with the last one of before: 12 that are not cached
+    model.begin_at(seq, 3)
+    assert model.rows.of(seq).skipped == 0 and model.rows.behind(seq) == 12
+    seq.tokens += [1]
+    model.begin_at(seq, 3)
+    assert model.rows.of(seq).skipped == 29 and model.rows.behind(seq) == 3
+
+
 def test_a_view_reads_what_its_owner_has_read() -> None:
     model = zoo.model("llama")
     model.open(seq := sequence(list(range(20))))
     model.view((0,)).begin_at(seq, 3)
     assert model.rows.of(seq).skipped == 0
+    model.begin_at(seq, 3)
+    assert model.rows.of(seq).skipped == 17
 
 
 # --- texts
@@ -252,6 +268,6 @@ def test_the_drafter_is_told() -> None:
 def test_what_a_drafter_is_told_holds_for_one_call() -> None:
     drafter = ModelDrafter(ToyModel(VOCAB, 3), "model", VOCAB)
     drafter.begin(seq := sequence([1, 2, 3] * 5))
-    drafter.tail = 4
+    drafter.tail = 3
     made = drafter.extend([seq], Draft(1), [-1], 1, 1, Settings.of([seq]), RowNoise((0,), (0,), (0,)))
-    assert len(made) == 1 and drafter.model.rows.of(seq).skipped == 11 and drafter.tail is None
+    assert len(made) == 1 and drafter.model.rows.of(seq).skipped == 12 and drafter.tail is None

@@ -28,7 +28,7 @@ RATED = 8  # steps between two looks at a request's rate
 LIKE = 8  # tokens that a request is trusted to have had, at the pace of plain decoding, before any were written
 FIRST, LATELY = 0.7, 0.5  # weight of a text's first step, and of each later one, in how sure a drafter is there
 FADED = 0.2  # what each refusal takes of that: who is not asked shows nothing more
-TAIL, LONG = 64, 256  # tokens of a text's end that a drafter may begin with; unread ones from which on it may
+TAIL, LONG = 64, 256  # tokens of a text's end that a drafter may begin with; unread ones (`kv.SPARES` times as many) from which on it may
 AHEAD = 64  # tokens more than were written so far that a request is trusted to go on for
 
 

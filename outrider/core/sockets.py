@@ -65,7 +65,7 @@ class Drafter(Protocol):
         `levels` levels by itself, where that is cheaper than being asked again; whoever waits for each of its guesses then calls
         `on(score)` after one, or `on(score, True)` where the next is found already, and stops where that is False. Of such levels `saved` of the drafter, if it
         has that, says how many took no step of their own in this call. One that has `likely` is told there, before a call, how many levels it will probably go: to read further ahead
-        would be for nothing. One whose `queues` is True also takes `target`, a model that may be asked (`HFModel.queue`) to
+        would be for nothing; one that has `tail`, with how many tokens of one text's end it may begin (0: with all; None: as it began). One whose `queues` is True also takes `target`, a model that may be asked (`HFModel.queue`) to
         score the whole draft and what is proposed before the host knows its tokens."""
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:

@@ -30,7 +30,7 @@ class ModelDrafter:
     vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
     sizes. Ids beyond it are never proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words
     before along with its own guesses? A chain takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may. `tail`: with how many tokens of one text's end
-    it begins in the next call, if more are not read yet; 0: with all; None: as it began.
+    it begins in the next call, if far more are not read yet; 0: with all; None: as it began.
     """
 
     needs = ("tokens",)

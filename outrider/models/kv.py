@@ -20,6 +20,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.noise import races
 from outrider.core.types import MAX_NODES, Draft, Ints, Outcome, Places, Sequence
 
+SPARES = 4  # times as much as it begins with that a text must have unread, for what is cached of it to be given up
 BUCKET = 64  # slots read are rounded up to this, so that shapes recur
 
 
@@ -142,13 +143,13 @@ class Rows:
             a.index, b.index = b.index, a.index
 
     def begin_at(self, seq: Sequence, tail: int) -> None:
-        """Let the text begin with its last `tail` tokens, where more are not cached yet; 0: with all, if any were left out. Within a step nothing is changed."""
+        """Let the text begin with its last `tail` tokens, where SPARES times as many are not cached yet; 0: with all, if any were left out. Within a step nothing is changed."""
         row = self.of(seq)
         if row.base >= 0:
             return
         if tail == 0:
             self._forget(row)
-        elif self.behind(seq) > tail:
+        elif self.behind(seq) > SPARES * tail:
             row.text, row.skipped = [], len(seq.tokens) - tail
 
     def _forget(self, row: Row) -> None:
