@@ -48,10 +48,8 @@ def prices(trace: Trace, text: Text) -> Prices:
     for name in trace.drafters:
         own = costs.drafting(name, at)
         assert own is not None
-        drafting[name], first[name] = (
-            own.drawn().line,
-            costs.catching_up(name, at, TAIL if text.length > LONG and name not in AT_ONCE else text.length),
-        )
+        read = TAIL if text.length > LONG and name not in AT_ONCE else text.length
+        drafting[name], first[name] = own.drawn().line, costs.catching_up(name, at, read)
     return Prices(costs.plainly(at), curve.drawn().line, drafting, first)
 
 

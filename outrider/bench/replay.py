@@ -29,9 +29,7 @@ from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, situation
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
 
-AT_ONCE = frozenset(
-    {"lookup"}
-)  # drafters that say all they have to say in one call, and read all of a text; others go a level at a time, and may begin with its end
+AT_ONCE = frozenset({"lookup"})  # drafters that say all in one call, and read all of a text; others go level by level, and may begin with its end
 DEPTH = 32  # of the continuations that are written down
 TIER = "replay"
 RECORD = "recording it: outrider bench schedule --trace FILE"
