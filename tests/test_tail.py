@@ -19,6 +19,7 @@ from outrider.control.starts import LONG, SAMPLE, TAIL, Starts
 from outrider.control.step import Step
 from outrider.control.tables import Tables
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings
 from outrider.core.types import Draft, Sequence
@@ -56,9 +57,8 @@ def test_a_text_that_begins_later_is_one_of_its_own(name: str, seed: int) -> Non
             row = tree.row_at(draft, place)
             want = whole(seqs[row].tokens[begun[row] :] + draft.text(tree.ancestors(draft, place) if place >= 0 else []))
             assert float((got - want).abs().max()) < 2e-3 * float(want.std())
-        for seq in seqs:
-            model.begin_at(seq, 1)  # in the midst of a step nothing begins anew
-        begun = [len(s.tokens) - 1 if r not in asked and model.rows.of(s).skipped == len(s.tokens) - 1 else begun[r] for r, s in enumerate(seqs)]
+        for r in asked:
+            model.begin_at(seqs[r], 1)  # in the midst of a step nothing begins anew
         outcome = random_outcome(rng, draft, VOCAB)
         for seq, path, bonus in zip(seqs, outcome.paths, outcome.bonus, strict=True):
             seq.tokens += [*draft.text(path), bonus]
@@ -103,6 +103,14 @@ def test_what_is_cached_of_a_long_text_is_not_given_up_for_little() -> None:
     seq.tokens += [1]
     model.begin_at(seq, 3)
     assert model.rows.of(seq).skipped == 29 and model.rows.behind(seq) == 3
+
+
+def test_less_than_nothing_is_no_end_of_a_text() -> None:
+    model = ToyModel(VOCAB, 3)
+    model.open(seq := sequence([1, 2, 3], "a"))
+    with pytest.raises(OutriderError, match="toy cannot begin with -5 tokens"):
+        model.begin_at(seq, -5)
+    assert model.rows.behind(seq) == 3
 
 
 def test_a_view_reads_what_its_owner_has_read() -> None:

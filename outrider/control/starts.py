@@ -203,7 +203,8 @@ class Starts:
             return False
         step.tails[name] = row.tail[name] = row.read[name] = 0
         self.tables.next.count(f"{name} tail", False)
-        row.sure.pop(name), row.steps.pop(name), row.bias.pop(name, None)
+        del row.sure[name], row.steps[name]
+        row.bias.pop(name, None)
         step.reads = True
         return True
 

@@ -143,7 +143,11 @@ class Rows:
             a.index, b.index = b.index, a.index
 
     def begin_at(self, seq: Sequence, tail: int) -> None:
-        """Let the text begin with its last `tail` tokens, where SPARES times as many are not cached yet; 0: with all, if any were left out. Within a step nothing is changed."""
+        """Let the text begin with its last `tail` tokens, where SPARES times as many are not cached yet; 0: with all, if any were left out. Within a step nothing is changed.
+
+        Raises OutriderError where `tail` is less than 0."""
+        if tail < 0:
+            raise OutriderError(f"{self.name} cannot begin with {tail} tokens of a text's end", "", "0 for all of the text, or how many")
         row = self.of(seq)
         if row.base >= 0:
             return
