@@ -190,7 +190,7 @@ def test_a_program_of_ones_own_is_what_runs(outrider, folders, tmp_path, monkeyp
     (settings := tmp_path / "mine.toml").write_text(f'program = "{file}"\n')
     assert json.loads(outrider(*words, "--config", settings)[1])["stats"]["per_step_drafted"] == mine["stats"]["per_step_drafted"]
     code, out, _ = outrider("plan", *how, "--code", "--program", file)
-    assert code == 0 and "outrider.program @mine" in out and 'usual(parts, now, (("lookup", 1, 1),), "greedy", ask=False, weigh=False)' in out
+    assert code == 0 and "outrider.program @mine" in out and 'usual(parts, now, (("lookup", 1, 1),), "greedy", False, False)' in out
     monkeypatch.setattr("builtins.input", lambda _: "")
     assert outrider("chat", *how, "--program", file)[0] == 0
     file.write_text(MINE.replace('"lookup"', '"model"'))

@@ -145,16 +145,16 @@ def test_what_is_earned_is_more_than_what_waking_takes() -> None:
 def test_the_ledger() -> None:
     """By hand: a grant of 8 steps of 2 seconds, 5% more than what a token takes, and what goes beyond the bad case."""
     ledger = Ledger(0.05)
-    assert ledger.left(["a"], 2.0) == pytest.approx(16 + 2.1)
+    assert ledger.left(("a",), 2.0) == pytest.approx(16 + 2.1)
     ledger.charge("a", 2.0, 3, 10.0, 12.0)
     assert ledger.credit["a"] == pytest.approx(16 + 6.3 - 10) and (ledger.stalls, ledger.debts) == (0, 0)
     ledger.charge("a", 2.0, 1, 30.0, 14.0)
     assert (ledger.stalls, ledger.debts) == (1, 1) and ledger.worst == pytest.approx(30 - 2.1 - 12.3)
     ledger.charge("b", 2.0, 1, 30.0, None)
     assert ledger.stalls == 1, "a plain step is no stall"
-    assert ledger.left(["a", "c"], 2.0) == pytest.approx(ledger.credit["a"] + 2.1), "the poorest row counts"
+    assert ledger.left(("a", "c"), 2.0) == pytest.approx(ledger.credit["a"] + 2.1), "the poorest row counts"
     ledger.end("a")
-    assert ledger.left(["a"], 2.0) == pytest.approx(16 + 2.1)
+    assert ledger.left(("a",), 2.0) == pytest.approx(16 + 2.1)
 
 
 def test_a_request_that_ends_asleep_leaves_nothing_behind() -> None:

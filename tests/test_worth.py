@@ -192,7 +192,14 @@ def test_who_says_nothing_tells_no_price() -> None:
     for draft, price in ((Draft(1), 0.3), (said, 0.3 - 0.02 * 0.2)):
         seconds = {"draft model": 1e-5}
         record = SimpleNamespace(
-            levels={"model": 1}, seconds=seconds, drafted=(0,), draft=draft, tokens=((1,),), reading=SimpleNamespace(seconds=1.0), emitted=(1,)
+            levels={"model": 1},
+            seconds=seconds,
+            drafted=(0,),
+            nodes=lambda: 0,
+            draft=draft,
+            tokens=((1,),),
+            reading=SimpleNamespace(seconds=1.0),
+            emitted=(1,),
         )
         tables.take_in([Lesson(record, at, [0], {"model": 1}, False, 1.0)])
         assert costs.draft["model", at].seen[1][1] == pytest.approx(price, abs=1e-3)

@@ -121,7 +121,7 @@ class _Writer:
         asked = "".join(f'("{op.name_of}", {value_of(op.depth)}, {value_of(op.width)}), ' for op in made).rstrip()
         return [
             *[f"    # {_words(op)}" for op in made],
-            f'    return usual(parts, now, ({asked}), "{self.rule}", ask={not self.facts.told}, weigh={self.pruned})',
+            f'    return usual(parts, now, ({asked}), "{self.rule}", {not self.facts.told}, {self.pruned})  # ask, weigh',
         ]
 
     def propose(self, op: ProposeOp) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
-from outrider.core.sockets import Controller, Drafter
-from outrider.core.types import MAX_NODES, POINT, QUEUED, Draft, Places, Sequence
+from outrider.core.types import MAX_NODES, POINT, QUEUED, Draft, Places, Sequence, stage
 
 VEILED = -1  # no token
 
@@ -18,16 +17,14 @@ def allowed(seq: Sequence, drafter: str) -> bool:
 
 
 def rooms(seqs: list[Sequence]) -> list[int]:
-    """Most nodes deep that each row's draft may be: no deeper than its text may still grow, nor than it asked for."""
-    return [
-        min(s.request.sampling.max_tokens - s.produced - 1, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs
-    ]  # fmt: skip
+    """Most nodes deep that each row's draft may be."""
+    return [s.room for s in seqs]
 
 
 def budgets(seqs: list[Sequence], budget: int) -> list[int]:
     """Nodes of each row that may be verified: by the plan, and by what its request asked for."""
     budget = budget or MAX_NODES
-    return [min(budget, MAX_NODES if (most := s.request.limits.most) is None else most) for s in seqs]
+    return [min(budget, s.most) for s in seqs]
 
 
 def caps(seqs: list[Sequence], budget: int, *, free: bool) -> list[int]:
@@ -104,15 +101,16 @@ def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Place
 def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule: str, ask: bool, weigh: bool) -> Done:
     """What nearly all steps are: one row, which asks for nothing; drafters (name, depth, width) in turn from its root; what is verified of all that they said. `ask`:
     the controller, before every level; `weigh`: it leaves out nodes."""
-    full, levels, reason, last = tree.empty(1), dict[str, int](), now.reason, len(asked)
-    for i, (name, depth, width) in enumerate(asked, 1):
-        full = down(parts, now, full, levels, name, depth, width, ask, last=i == last)
-    nodes = list(range(len(full)))
+    full, levels, reason, left = tree.empty(1), dict[str, int](), now.reason, len(asked)
+    for name, depth, width in asked:
+        left -= 1
+        full = down(parts, now, full, levels, name, depth, width, ask, left == 0)
+    nodes = tree.span(0, len(full.token))
     if weigh:
         nodes, reason = weighed(parts, now, full, nodes)
-        if len(nodes) < len(full) and _queued(parts):
-            nodes, reason = list(range(len(full))), QUEUED
-    draft = full if len(nodes) == len(full) else tree.select(full, nodes)
+        if len(nodes) < len(full.token) and _queued(parts):
+            nodes, reason = tree.span(0, len(full.token)), QUEUED
+    draft = full if len(nodes) == len(full.token) else tree.select(full, nodes)
     now.clock.mark("draft")
     scores = parts.target.score(now.seqs, full, [-1, *nodes])
     now.clock.mark("score")
@@ -123,42 +121,49 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
     """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before every level;
     `levels` takes how deep it went, less what took no step of its own. The `last` drafter's guesses may be on their way to the target before the host knows them;
     nothing is added to those."""
-    seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], rooms(now.seqs)[0]
-    frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and _queues(parts, drafter, ask)
+    seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], now.seqs[0].room
+    frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and _queues(parts, name, ask)
     while level < depth and frontier and not (queues and _queued(parts)):
         frontier = parts.controller.more(seqs, name, full, frontier) if ask else frontier
         if not frontier or room <= level:
             break
         ahead = min(depth, room) - level if width == 1 else 1
-        asked = _asked(parts.controller, name, drafter) if ask else {}
+        if ask:
+            _tell(parts, name)
         if queues and (blind := parts.controller.blind(name) if ask else ahead):
-            asked["target"], ahead = parts.target, min(ahead, blind)
-        full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, **asked)
+            queueing: Any = drafter
+            on = parts.controller.on if ask else None
+            full = queueing.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=min(ahead, blind), on=on, target=parts.target)
+        elif ask:
+            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
+        else:
+            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
         saved += getattr(drafter, "saved", 0)
         level, frontier = _lowest(full, bit, level)
     if level:
         levels[name] = max(level - saved, 1)
-        now.clock.mark(f"draft {name}")
+        now.clock.mark(stage(name))
     if queues and (queued := _queued(parts)):
-        now.clock.part("score", f"draft {name}", queued.lap.seconds)
+        now.clock.part("score", stage(name), queued.lap.seconds)
         if ask:
             parts.controller.went(name, full, frontier)
     return full
 
 
-def _asked(controller: Controller, name: str, drafter: Any) -> dict[str, Any]:
-    """What a drafter is given of a controller that decides while it drafts."""
-    if hasattr(drafter, "likely") and hasattr(controller, "likely"):
+def _tell(parts: Parts, name: str) -> None:
+    """What a drafter is told before a call by a controller that decides while it drafts."""
+    controller: Any = parts.controller
+    drafter: Any = parts.drafters[name]
+    if name in parts.told:
         drafter.likely = controller.likely(name)
-    if hasattr(controller, "tail") and (tail := controller.tail(name)) is not None:
+    if parts.tells and (tail := controller.tail(name)) is not None:
         drafter.tail = tail
-    return {"on": controller.on}
 
 
-def _queues(parts: Parts, drafter: Drafter, ask: bool) -> bool:
+def _queues(parts: Parts, name: str, ask: bool) -> bool:
     """May the target's verdict be asked for behind a drafter's guesses?"""
     target: Any = parts.target
-    return getattr(drafter, "queues", False) and hasattr(target, "queue") and not target.pinned and (not ask or hasattr(parts.controller, "blind"))
+    return name in parts.behind and not target.pinned and (not ask or parts.blind)
 
 
 def _queued(parts: Parts) -> Any:
@@ -276,8 +281,11 @@ class Forest:
         now, full, bit, controller = self.now, self.full, self.parts.bits[name], self.parts.controller
         veiled = replace(full, token=[VEILED if n in hidden else t for n, t in enumerate(full.token)]) if hidden else full
         drafter = self.parts.drafters[name]
-        asked = _asked(controller, name, drafter) if getattr(controller, "asks", True) else {}
-        made = drafter.extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, **asked)
+        if getattr(controller, "asks", True):
+            _tell(self.parts, name)
+            made = drafter.extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=controller.on)
+        else:
+            made = drafter.extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels)
         self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
         self.saved += getattr(drafter, "saved", 0)
 
@@ -285,7 +293,7 @@ class Forest:
         saved, self.saved = self.saved, 0
         if levels:
             self.levels[name] = self.levels.get(name, 0) + max(levels - saved, 1)
-            self.now.clock.mark(f"draft {name}")
+            self.now.clock.mark(stage(name))
         return [*seen, *range(before, len(self.full))]
 
     def prune(self, nodes: list[int], budget: int, *, chain: bool = False, unless_sampled: bool = False) -> list[int]:

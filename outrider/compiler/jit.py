@@ -69,15 +69,19 @@ class Jit:
         if entry is None:
             if len(self.known) >= MOST:
                 self.known.pop(next(iter(self.known)))
-            module = self.planned(rule, plan, [name for name in self.back if name != "lower"])
-            one = programs(module)[0]
-            entry = self.known[name] = Entry(plan, module, lambda parts, now: interpret(one, parts, now))
+            entry = self.known[name] = self._made(rule, plan)
         entry.uses += uses
         if entry.tier == INTERPRETED and self.hot is not None and entry.uses > self.hot:
             lowered = Pipeline([Lower()], each=False).run(entry.module)
             entry.run, entry.tier = compiled(programs(lowered)[0], facts, dict(self.bits)), GENERATED
         self.last = rule, plan, facts, entry
         return entry
+
+    def _made(self, rule: str, plan: Plan) -> Entry:
+        """A plan's program, to be interpreted."""
+        module = self.planned(rule, plan, [name for name in self.back if name != "lower"])
+        one = programs(module)[0]
+        return Entry(plan, module, lambda parts, now: interpret(one, parts, now))
 
     def prepare(self, plans: Iterable[Plan], facts: Facts) -> None:
         """Write the code of plans that will be asked for, while nobody waits: of greedy requests, and of those of either rule."""

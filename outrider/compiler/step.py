@@ -40,12 +40,24 @@ class Clock:
 
 @dataclass(slots=True)
 class Parts:
-    """What every step of an engine runs on. `bits`: the mark of each drafter."""
+    """What every step of an engine runs on. `bits`: the mark of each drafter. `told`: those that are told how far they will probably go; `tells`: does the controller say with
+    what of a text they begin? `behind`: those behind whose guesses the target's verdict may be asked for; `blind`: does the controller know of that?"""
 
     target: Model
     drafters: Mapping[str, Drafter]
     bits: Mapping[str, int]
     controller: Controller
+    told: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
+    tells: bool = False
+    blind: bool = False
+
+    def __post_init__(self) -> None:
+        some = self.drafters if hasattr(self.controller, "likely") else ()
+        self.told = frozenset([name for name in some if hasattr(self.drafters[name], "likely")])
+        some = self.drafters if hasattr(self.target, "queue") else ()
+        self.behind = frozenset([name for name in some if getattr(self.drafters[name], "queues", False)])
+        self.tells, self.blind = hasattr(self.controller, "tail"), hasattr(self.controller, "blind")
 
 
 class Facts(NamedTuple):

@@ -14,7 +14,7 @@ from outrider.control.guard import Ledger
 from outrider.control.rows import Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import WARM, Page, Tables
-from outrider.core.types import QUEUED, Sequence, StepRecord
+from outrider.core.types import QUEUED, Sequence, StepRecord, stage
 from outrider.measure.cost import DEEPEST
 
 WEIGHED = ("depth:all", "depth:trimmed", QUEUED)  # reasons of drafts as long as seemed best
@@ -53,7 +53,7 @@ class Accounts:
     def hold(self, held: Held) -> bool:
         """A step went by that may be settled later. Is it time to?"""
         requests = held.record.requests
-        self.mixed = bool(self.held) and (self.mixed or self.whose != requests)
+        self.mixed = bool(self.held) and (self.mixed or (self.whose is not requests and self.whose != requests))
         self.whose = requests
         self.held.append(held)
         self.thoughts += held.step is not None
@@ -66,10 +66,11 @@ class Accounts:
     def beyond(self, page: Page) -> float:
         """Seconds that what is not settled yet took beyond what it earned, nearly: counted when somebody asks, for most steps go by without."""
         earns = (1 + self.ledger.allowance) * page.owed
-        for held in self.held[self.counted :]:
+        for i in range(self.counted, len(self.held)):
+            held = self.held[i]
             record = held.record
-            if any(record.drafted):
-                self.unsettled += _own(record) - earns * self.tables.costs.chill(held.age) * min(record.emitted)
+            if record.nodes():
+                self.unsettled += _own(record) - earns * self.tables.costs.chill(held.age) * _fewest(record.emitted)
             else:  # charged by its own clock, but for what was thought and drafted
                 self.unsettled += page.owed + self._aside(record, _drafting(record)) - earns * (1.0 if held.calm else min(page.steady, 1.0))
         self.counted = len(self.held)
@@ -118,7 +119,7 @@ class Accounts:
     def charge(self, page: Page, rows: list[Row], held: Held) -> None:
         """What a step gave and took."""
         seqs, record, step, names, chill = held.seqs, held.record, held.step, held.names, self.tables.costs.chill(held.age)
-        took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(max(record.drafted), DEEPEST)
+        took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(record.nodes(), DEEPEST)
         read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
         beside, jit, spent = self.beside(record, drafting), record.seconds.get("jit", 0.0), took - read
         own, gained = took - drafting - jit, owed
@@ -173,6 +174,13 @@ class Accounts:
         return thinking + record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) + drafting  # a plan's first code, too
 
 
+def _fewest(counts: tuple[int, ...]) -> int:
+    fewest = counts[0]
+    for count in counts:
+        fewest = min(fewest, count)
+    return fewest
+
+
 def _own(record: StepRecord) -> float:
     """Seconds of a step, without what it read of a prompt."""
     return record.reading.seconds - record.seconds.get("prefill", 0.0)
@@ -185,4 +193,7 @@ def _choosing(record: StepRecord) -> float:
 
 def _drafting(record: StepRecord) -> float:
     """Seconds of its drafters."""
-    return sum([record.seconds.get(f"draft {name}", 0.0) for name in record.levels])
+    took = 0.0
+    for name in record.levels:
+        took += record.seconds.get(stage(name), 0.0)
+    return took

@@ -62,8 +62,9 @@ class Adaptive:
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         self.looking = 0.0
         self.sound = self.asleep > SOUND and self.why == "off:resting" and self.known is not None and seqs == self.known[0]
-        if self.last:
-            self._note(*self.last)
+        if (last := self.last) is not None:
+            seqs_then, record = last
+            self._note(seqs_then, record)
         if self.sound:
             self.slept, self.lull = (self.slept + 1, self.lull) if self.slept else (1, self.page.owed if self.page else 0.0)
             self.asleep, self.calm = self.asleep - 1, self.calm + 1
@@ -94,7 +95,9 @@ class Adaptive:
         if (missing := page.seconds[1] + page.drafting[names[0]][1] - room) > 0:
             return OFF, self._let_rest(rows, names) if len(self.looked) > len(names) else self._earn(missing, page)
         self.step = Step(self.tables, page, rows, self.steps, room, page.steady if self.calm >= CALM else 1.0, names=names)
-        deep = min(page.deepest, max([row.reach for row in rows]))
+        deep = 0
+        for row in rows:
+            deep = max(deep, min(row.reach, page.deepest))
         return self._planned(page, names, WHOLE if deep <= WHOLE else NEAR if deep <= NEAR else DEEPEST), "off:no-guess"
 
     def _look(self, seqs: list[Sequence], rows: list[Row]) -> tuple[list[str], tuple[str, ...], bool]:
@@ -125,15 +128,15 @@ class Adaptive:
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""
-        names = [s.request.id for s in seqs]
-        if self.accounts.of_others(tuple(names)):  # what others earned is not for these to spend
+        whose = (seqs[0].request.id,) if len(seqs) == 1 else tuple([s.request.id for s in seqs])
+        if self.accounts.of_others(whose):  # what others earned is not for these to spend
             self._settle()
         unit, unsettled = page.plain * page.spread, self.accounts.beyond(page)
-        room = (self.ledger.left(names, page.owed) - unsettled) / unit
+        room = (self.ledger.left(whose, page.owed) - unsettled) / unit
         if unsettled <= 0 or room >= page.seconds[DEEPEST]:
             return room
         self._settle()  # nobody is refused for what may not be charged
-        return self.ledger.left(names, page.owed) / unit
+        return self.ledger.left(whose, page.owed) / unit
 
     def _teaches(self) -> bool:
         """Is this step learned from? Then whatever its drafters say is asked for, and what is learned hangs on nothing that was believed."""
@@ -214,19 +217,23 @@ class Adaptive:
 
     def _situation(self, seqs: list[Sequence]) -> Situation:
         """Looked at anew when the batch, the tier or the bucket of its longest text changes."""
-        tier, longest = self.tier(), max([len(s.tokens) for s in seqs])
-        known = self.known
+        tier, longest, known = self.tier(), 0, self.known
+        for seq in seqs:
+            longest = max(longest, len(seq.tokens))
         if known is None or known[0] != seqs or known[1].tier != tier or longest > known[1].context:
             sampled = any(s.request.sampling.temperature > 0 for s in seqs)
             known = self.known = (list(seqs), situation(tier, len(seqs), longest, sampled))
         return known[1]
 
     def _page(self, at: Situation) -> Page | None:
-        if self.page is None or (self.page.at is not at and self.page.at != at):
+        page = self.page
+        if page is None or (page.at is not at and page.at != at):
             self._settle()  # what was taken at the old page's prices
             self._digest()
-            self.page = self.tables.page(at)
-        return self.page
+            page = self.page = self.tables.page(at)
+        elif page.at is not at:
+            page.at = at  # found to be the same at a glance from now on
+        return page
 
     # While drafting.
 
@@ -290,24 +297,27 @@ class Adaptive:
             return None, reason
         if not draft.token:
             return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
-        if draft.kind.count(POINT) < len(draft):
+        if draft.kind.count(POINT) < len(draft.token):
             return None, "depth:drawn"
         if step.queued:
-            step.expected = 1.0 + sum(step.apart(draft))
+            step.expected = sum(step.apart(draft), 1.0)
             return None, QUEUED
         most, why = self._most(draft)
-        if most >= _longest(draft):
-            kept = list(range(len(draft)))
-        elif tree.straight(draft):
-            kept = list(range(most))
-        else:
-            left, kept, survival = [most] * draft.rows, [], step.apart(draft)
-            for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
-                if left[draft.row[n]]:
-                    left[draft.row[n]] -= 1
-                    kept.append(n)
-            kept.sort()
-        return kept, why
+        if most >= tree.longest(draft):
+            return tree.span(0, len(draft.token)), why
+        return (tree.span(0, most) if tree.straight(draft) else self._surest(draft, most)), why
+
+    def _surest(self, draft: Draft, most: int) -> list[int]:
+        """Of each row so many nodes that are likeliest to be accepted."""
+        step = self.step
+        assert step is not None
+        left, kept, survival = [most] * draft.rows, list[int](), step.apart(draft)
+        for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
+            if left[draft.row[n]]:
+                left[draft.row[n]] -= 1
+                kept.append(n)
+        kept.sort()
+        return kept
 
     def _most(self, draft: Draft) -> tuple[int, str]:
         """Nodes a row to verify, and why."""
@@ -315,7 +325,7 @@ class Adaptive:
         assert step is not None
         most, score = step.best(draft)
         step.expected = score * (step.spent + step.page.verify[most])
-        longest = _longest(draft)
+        longest = tree.longest(draft)
         why = "off:unpaid" if most == 0 else "depth:all" if most >= longest else "depth:trimmed"
         if step.trial and most < PROBED:
             most, why = PROBED, "probe:drafter"
@@ -336,8 +346,9 @@ class Adaptive:
             self.last = (seqs, record)
 
     def end(self, seq: Sequence) -> None:
-        if self.last:
-            self._note(*self.last)
+        if (last := self.last) is not None:
+            seqs_then, record = last
+            self._note(seqs_then, record)
         self._rested()
         if self.page is not None and seq.records:
             row = self._row(seq)
@@ -351,7 +362,7 @@ class Adaptive:
 
     def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
-        self.last, step, drafted = None, self.step, any(record.drafted)
+        self.last, step, drafted = None, self.step, record.nodes() > 0
         if (self.asleep or self.silent) and not record.levels and self.page is not None:
             if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM, _age(seqs) - 1)):
                 self._settle()
@@ -374,7 +385,7 @@ class Adaptive:
             self._settle()
             if self.page is not None:
                 self.accounts.charge(self.page, rows, held)
-        elif self.accounts.hold(held) or min([row.worth for row in rows]) < 0:
+        elif self.accounts.hold(held) or any(row.worth < 0 for row in rows):
             self._settle()  # at once where looks lose, and what this one brought says who rests
         if record.levels:
             self._remember(seqs, rows, record, step)
@@ -404,11 +415,6 @@ def _age(seqs: list[Sequence]) -> int:
     for seq in seqs:
         most = max(most, seq.steps)
     return most
-
-
-def _longest(draft: Draft) -> int:
-    """Nodes of the row that has most."""
-    return len(draft) if draft.rows == 1 else max([draft.row.count(r) for r in range(draft.rows)])
 
 
 def _plan(depths: tuple[tuple[str, int], ...]) -> Plan:

@@ -8,6 +8,7 @@ prompt before it begins may take READING of what the target took for that, and o
 what its steps met of late, in requests and while they were measured, is not charged.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from outrider.core.types import Sequence
@@ -37,13 +38,16 @@ class Ledger:
         """The credit of a request; where it was not heard of before, its grant."""
         return self.credit.setdefault(request, GRANT * plain)
 
-    def left(self, requests: list[str], plain: float) -> float:
+    def left(self, requests: tuple[str, ...], plain: float) -> float:
         """What the most frugal of the rows may spend on one step more than nothing: its credit and what a token earns."""
-        return min([self.begin(r, plain) for r in requests]) + (1 + self.allowance) * plain
+        least = math.inf
+        for request in requests:
+            least = min(least, self.begin(request, plain))
+        return least + (1 + self.allowance) * plain
 
     def short(self, seqs: list[Sequence], plain: float) -> bool:
         """Has any of the rows less than a plain step to spend? Seldom, and asked at every step."""
-        return min([self.credit.get(s.request.id, plain) for s in seqs]) < plain
+        return any(self.credit.get(s.request.id, plain) < plain for s in seqs)
 
     def reading(self, seqs: list[Sequence]) -> float:
         """Seconds that drafters may still take to read the prompts of all these; 0 before the target has read them."""

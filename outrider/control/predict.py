@@ -28,6 +28,11 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-min(max(x, -30.0), 30.0)))
 
 
+def _recent(history: int) -> int:
+    """How many of the last four verdicts were right."""
+    return (history & 1) + (history >> 1 & 1) + (history >> 2 & 1) + (history >> 3 & 1)
+
+
 def bucket(score: float) -> int:
     """0..7: steps of one in the log-odds of a score, from an even chance on."""
     return min(max(int(logit(score) + 1.5), 0), 7)
@@ -148,7 +153,7 @@ class Logistic(Predictor):
 
     @staticmethod
     def _features(depth: int, score: float, history: int) -> tuple[float, ...]:
-        recent = (history & 15).bit_count()
+        recent = _recent(history)
         return (1.0, 0.5 * logit(score), 0.25 * min(depth, LEVELS), 0.5 * (recent - 2), 1.0 if history & 1 else 0.0, 1.0 if score >= CEILING else 0.0)
 
     def _known(self, drafter: str) -> list[float]:
@@ -162,7 +167,7 @@ class Logistic(Predictor):
     def predict(self, drafter: str, depth: int, score: float, history: int) -> float:
         """Of `_features`, written out: this is asked for many times a step."""
         _, a, b, c, d, e, f = self.weights.get(drafter) or self._known(drafter)
-        p, recent = min(max(score, FLOOR), CEILING), (history & 15).bit_count()
+        p, recent = min(max(score, FLOOR), CEILING), _recent(history)
         x = a + b * (0.5 * math.log(p / (1 - p))) + c * (0.25 * min(depth, LEVELS)) + d * (0.5 * (recent - 2))
         x += (e if history & 1 else 0.0) + (f if score >= CEILING else 0.0)
         return min(max(1 / (1 + math.exp(-x)), FLOOR), CEILING) if -30 < x < 30 else CEILING if x > 0 else FLOOR

@@ -87,7 +87,8 @@ def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]
         row.looks[name] = getattr(seq.slots.get(name), "chance", None)
     look = row.looks[name]
     read = row.read.get(name, 0)
-    row.said.pop(name, None)
+    if name in row.said:
+        del row.said[name]
     if look is None or len(seq.tokens) - read > (LATE if read else EARLY):
         return GUESSES  # who must read much first asks the guard
     row.read[name] = len(seq.tokens)

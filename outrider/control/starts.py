@@ -48,7 +48,9 @@ class Starts:
             return _later(step, name)
         if name in self.tails and len(seqs) == 1 and self._begins_anew(step, seqs[0], name):
             return True
-        wait = sum([self._waiting(step, s, step.rows[r], name) for r, s in enumerate(seqs)])
+        wait = 0.0
+        for r, seq in enumerate(seqs):
+            wait += self._waiting(step, seq, step.rows[r], name)
         if not cheap or wait > LONG_READ:
             return self._pays(step, seqs, name, draft, wait)
         if not draft.token and self._left(step, name):
@@ -232,16 +234,21 @@ class Starts:
             own, sure = step.sure(name, record.draft)
             for row in step.rows:
                 if own:
-                    known, weight = (row.sure[name], LATELY) if name in row.sure else (self.tables.usual(name), FIRST)
-                    row.sure[name] = known + weight * (sure - known)
-                    share = min(levels * len(step.rows) / own, 1.0)
-                    row.steps[name] = row.steps.get(name, 1.0) + weight * (share - row.steps.get(name, 1.0))
+                    self._surer(row, name, sure, min(levels * len(step.rows) / own, 1.0))
                 if name in row.owing:
                     row.owing[name][1] += self._saved(step, seqs, record, name)
 
+    def _surer(self, row: Row, name: str, sure: float, share: float) -> None:
+        """A drafter was so sure of its guesses in a text, each of which took such a share of a step of its own."""
+        known, steps, weight = row.sure.get(name), row.steps.get(name, 1.0), LATELY
+        if known is None:
+            known, weight = self.tables.usual(name), FIRST
+        row.sure[name] = known + weight * (sure - known)
+        row.steps[name] = steps + weight * (share - steps)
+
     def _saved(self, step: Step, seqs: list[Sequence], record: StepRecord, name: str) -> float:
         """Plain steps that a drafter saved in a step: what its tokens would have taken without it, less what drafting and verifying them took."""
-        page, nodes = step.page, min(max(record.drafted), DEEPEST)
+        page, nodes = step.page, min(record.nodes(), DEEPEST)
         own = sum([record.draft.source[n] & self.tables.bits[name] > 0 for n in record.kept]) // len(seqs) if record.draft else 0
         came = record.right(name) / len(seqs)
         took = page.drafting[name][min(record.levels[name], DEEPEST)] + page.verify[nodes] - page.verify[max(nodes - own, 0)]
@@ -259,7 +266,7 @@ class Starts:
 
 def _ahead(seq: Sequence) -> int:
     """Tokens that a request is trusted to go on for."""
-    return min(seq.request.sampling.max_tokens - seq.produced, seq.produced + AHEAD)
+    return min(seq.left, seq.produced + AHEAD)
 
 
 def _later(step: Step, name: str, steps: int = BATCH) -> bool:

@@ -51,7 +51,9 @@ class Step:
         if not frontier or (self.trial and self.levels[name] >= PROBED):
             return []
         survival = self.survivals(draft)
-        have, nodes = sum(survival, float(rows)), max([draft.row.count(r) for r in range(rows)])
+        have, nodes = float(rows), tree.longest(draft)
+        for s in survival:
+            have += s
         left, reach, further = self._left(draft, survival, frontier), 0.0, 0.0
         for p in frontier:
             chance, after = self._next(name, draft, p)
@@ -174,12 +176,13 @@ class Step:
 
     def judged(self, record: StepRecord) -> None:
         """What the verdicts say of the drafters in these texts."""
-        draft, seen = record.draft, dict[tuple[int, str], tuple[float, float]]()
+        draft = record.draft
         assert draft is not None
         survival = self.survivals(draft)
-        if draft.source.count(draft.source[0]) == len(draft) and tree.straight(draft):
+        if tree.straight(draft) and draft.source.count(draft.source[0]) == len(draft.token):
             self._chain_judged(draft.token, record.tokens[0], survival, self.tables.marked(draft.source[0]))
             return
+        seen = dict[tuple[int, str], tuple[float, float]]()
         for n, verdict in verdicts(record):
             parent = draft.parent[n]
             p = survival[n] / (survival[parent] if parent >= 0 else 1.0)
@@ -187,16 +190,23 @@ class Step:
                 excess, weight = seen.get((draft.row[n], name), (0.0, 0.0))
                 seen[draft.row[n], name] = excess + verdict - p, weight + p * (1 - p)
         for (r, name), (excess, weight) in seen.items():
-            self.rows[r].bias.setdefault(name, Bias()).learn(excess, weight)
+            self._learned(self.rows[r], name, excess, weight)
 
     def _chain_judged(self, said: list[int], came: tuple[int, ...], survival: list[float], names: list[str]) -> None:
         """The same of one row's chain that all these have made, which most drafts are: what came out ends with the first that is not right."""
         excess, weight, above = 0.0, 0.0, 1.0
         for n in range(min(len(said), len(came))):
-            p, right = survival[n] / above, said[n] == came[n]
+            p, right = survival[n] / above, 1.0 if said[n] == came[n] else 0.0
             excess, weight, above = excess + right - p, weight + p * (1 - p), survival[n]
         for name in names:
-            self.rows[0].bias.setdefault(name, Bias()).learn(excess, weight)
+            self._learned(self.rows[0], name, excess, weight)
+
+    def _learned(self, row: Row, name: str, excess: float, weight: float) -> None:
+        """`Bias.learn` of a drafter in one text."""
+        bias = row.bias.get(name)
+        if bias is None:
+            bias = row.bias[name] = Bias()
+        bias.learn(excess, weight)
 
     def best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""

@@ -7,12 +7,11 @@ Records are taken in a handful at a time: the work is the same, and code that ha
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from outrider.control.hedge import Hedge
 from outrider.control.predict import LEVELS, Counters, bucket, logit, predictor
-from outrider.core.types import Draft, StepRecord
+from outrider.core.types import Draft, Marks, StepRecord, stage
 from outrider.measure.cost import DEEPEST, FAR, FEW, Costs, Situation
 from outrider.measure.trace import by_rank, verdicts
 
@@ -81,13 +80,17 @@ class Tables:
         state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         state = state or {}
-        self.marked = cache(lambda source: [name for name, bit in bits.items() if source & bit])  # who made a node
+        self.marks = Marks(bits)
         self.bits, self.costs, self.objective, self.energy = dict(bits), costs, objective, energy
         self.costs.take(state.get("costs", {}))
         self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))
         self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before; and by rank
         self.hedge = Hedge(state.get("hedge"))
         self.drafts, self.count = int(state.get("drafts", 0)), 0
+
+    def marked(self, source: int) -> list[str]:
+        """Who made a node."""
+        return self.marks.of(source)
 
     def state(self) -> dict[str, Any]:
         """What a later process starts from."""
@@ -151,17 +154,24 @@ class Tables:
 
     def depth(self, page: Page, name: str, chance: float, steps: float) -> tuple[float, int]:
         """The same, and that depth."""
-        known, likely, share = page.scores.setdefault(name, {}), int(100 * chance + 0.5), int(10 * steps + 0.5)
-        key = FINE * share + likely
-        if key not in known:
-            p, gained, best, at = likely / 100, 0.0, 0.0, 0
-            for k in range(1, LOOKED + 1):
-                gained += p**k
-                worth = (1 + gained) / (page.drafting[name][steps_of(k, share / 10)] + page.verify[k])
-                if worth > best:
-                    best, at = worth, k
-            known[key] = best, at
-        return known[key]
+        scores, likely, tenths = page.scores.get(name), int(100 * chance + 0.5), int(10 * steps + 0.5)
+        if scores is None:
+            scores = page.scores[name] = {}
+        known = scores.get(FINE * tenths + likely)
+        if known is None:
+            known = scores[FINE * tenths + likely] = self._weighed(page, page.drafting[name], likely / 100, tenths / 10)
+        return known
+
+    def _weighed(self, page: Page, drafting: list[float], chance: float, steps: float) -> tuple[float, int]:
+        """`depth`, worked out."""
+        verify, gained, more, best, at = page.verify, 1.0, 1.0, 0.0, 0
+        for k in range(1, LOOKED + 1):
+            more *= chance
+            gained += more
+            worth = gained / (drafting[steps_of(k, steps)] + verify[k])
+            if worth > best:
+                best, at = worth, k
+        return best, at
 
     def kinds(self, page: Page, name: str) -> list[tuple[float, float]]:
         """(share, score): of how many texts a drafter is worth how much, by those before; kept for the life of a page."""
@@ -175,7 +185,10 @@ class Tables:
 
     def usual(self, name: str) -> float:
         """How likely the guesses of a drafter are in the mean of texts."""
-        return sum([share * chance for share, chance in self._texts(name)])
+        usual = 0.0
+        for share, chance in self._texts(name):
+            usual += share * chance
+        return usual
 
     def ended(self, name: str, chance: float, steps: float) -> None:
         """A text is over in which the guesses of a drafter were so likely of late, and each took so many steps of its own."""
@@ -249,12 +262,12 @@ class Tables:
         record, at, drafting = lesson.record, lesson.at, 0.0
         known = lesson.cold and self.costs.plains.get(at, 0) > FEW  # what first steps take is no news there, but for reading
         for name, levels in record.levels.items():
-            took = record.seconds.get(f"draft {name}", 0.0)
+            took = record.seconds.get(stage(name), 0.0)
             drafting += took
             behind = lesson.behind.get(name, 0)
             if at in self.costs.verify and (behind > FAR or not known) and self._spoke(record, name):
                 self.costs.drafted(name, at, min(levels, DEEPEST), took / lesson.pace, behind)
-        nodes = min(max(record.drafted), DEEPEST)
+        nodes = min(record.nodes(), DEEPEST)
         once = record.seconds.get("prefill", 0.0) + record.seconds.get("jit", 0.0)
         if not known:
             self.costs.verified(at, nodes, (record.reading.seconds - once - drafting) / lesson.pace, lesson.calm)

@@ -216,7 +216,7 @@ def winners(races: Tensor) -> Tensor:
 
 def near(device: str) -> bool:
     """Does what a device of this name computes lie in the host's memory?"""
-    return device.partition(":")[0] in HOST
+    return device in HOST or device.partition(":")[0] in HOST
 
 
 def within(tensor: Tensor) -> bool:

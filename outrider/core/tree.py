@@ -44,6 +44,21 @@ def sizes(draft: Draft) -> tuple[int, ...]:
     return (len(draft.token),) if draft.rows == 1 else tuple([draft.row.count(row) for row in range(draft.rows)])
 
 
+def span(start: int, end: int) -> list[int]:
+    """start, start + 1, ... below end. Machine code counts by itself, and calls Python to list a range."""
+    return [n for n in range(start, end)]  # noqa: C416
+
+
+def longest(draft: Draft) -> int:
+    """Nodes of the row that has most."""
+    if draft.rows == 1:
+        return len(draft.token)
+    most = 0
+    for row in range(draft.rows):
+        most = max(most, draft.row.count(row))
+    return most
+
+
 def row_at(draft: Draft, place: int) -> int:
     return ~place if place < 0 else draft.row[place]
 
@@ -163,7 +178,8 @@ def ancestors(draft: Draft, place: int) -> list[int]:
     while place >= 0:
         path.append(place)
         place = draft.parent[place]
-    return path[::-1]
+    path.reverse()
+    return path
 
 
 def straight(draft: Draft) -> bool:
@@ -221,7 +237,7 @@ def chain(draft: Draft) -> list[int]:
 def select(draft: Draft, keep: list[int]) -> Draft:
     """The draft with only the nodes `keep` (ascending, closed under parents), renumbered in that order."""
     d, new_name = draft, dict[int, int]()
-    if keep == list(range(n := len(keep))):  # the first ones, as of a chain
+    if keep == span(0, n := len(keep)):  # the first ones, as of a chain
         return Draft(d.rows, d.token[:n], d.parent[:n], d.row[:n], d.depth[:n], d.source[:n], d.kind[:n], d.q_row[:n], d.score[:n], d.q)
     for n in keep:
         new_name[n] = len(new_name)

@@ -5,9 +5,9 @@ Places. A *place* is somewhere in the forest where a next token is wanted: place
 places. Knows nothing of text, models or devices beyond torch tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -23,8 +23,17 @@ POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i
 TARGET = "target"
 MAX_NODES = 64  # draft nodes of a row in one step; caches keep this much scratch
 On = Callable[..., bool]  # what asks a controller's `on`: (score), or (score, free)
+STAGES: Final[dict[str, str]] = {}  # by drafter
 QUEUED = "depth:queued"  # why all of a draft is verified: it was under way before anybody knew what of it would do
 AHEAD = 4  # tokens of a chain that are drafted on a device before the host waits for it
+
+
+def stage(drafter: str) -> str:
+    """The stage of a step that is a drafter's own: one string for all steps."""
+    known = STAGES.get(drafter)
+    if known is None:
+        known = STAGES[drafter] = f"draft {drafter}"
+    return known
 
 
 @mypyc_attr(native_class=False)  # what users write is checked by `core.config`, not by its types
@@ -104,6 +113,13 @@ class Sequence:
     steps: int = 0
     read: float = 0.0  # seconds that the target took to read its prompt, and those of the batch that it read beside it
     finish_reason: str | None = None
+    limit: int = 0  # tokens at which it ends at the latest
+    most: int = MAX_NODES  # nodes of a draft that it asked for at most
+
+    def __post_init__(self) -> None:
+        self.limit = len(self.request.prompt) + self.request.sampling.max_tokens
+        if self.request.limits.most is not None:
+            self.most = self.request.limits.most
 
     @property
     def generated(self) -> list[int]:
@@ -112,6 +128,16 @@ class Sequence:
     @property
     def produced(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.limit - len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Most nodes deep that its draft may be: no deeper than the text may still grow, nor than was asked for."""
+        return min(self.left - 1, self.most)
 
 
 @dataclass(slots=True)
@@ -141,6 +167,29 @@ class Draft:
     def text(self, path: list[int]) -> list[int]:
         """The tokens of a path of nodes."""
         return [self.token[n] for n in path]
+
+
+class Marks:
+    """Who made a node, by its `source`. `bits`: the mark of each drafter."""
+
+    def __init__(self, bits: Mapping[str, int]) -> None:
+        self.bits = dict(bits)
+        self.known: dict[int, list[str]] = {}
+        self.words: dict[int, str] = {}
+
+    def of(self, source: int) -> list[str]:
+        """The names of those."""
+        known = self.known.get(source)
+        if known is None:
+            known = self.known[source] = [name for name, bit in self.bits.items() if source & bit]
+        return known
+
+    def word(self, source: int) -> str:
+        """The same in a word."""
+        told = self.words.get(source)
+        if told is None:
+            told = self.words[source] = "+".join(self.of(source))
+        return told
 
 
 @dataclass(slots=True)
@@ -271,4 +320,15 @@ class StepRecord:
 
     def right(self, name: str) -> int:
         """Accepted nodes that a drafter had guessed, by itself or with others, of all rows."""
-        return sum([n for (who, _), n in self.accepted_by.items() if who == name])
+        right = 0
+        for (who, _), n in self.accepted_by.items():
+            if who == name:
+                right += n
+        return right
+
+    def nodes(self) -> int:
+        """Nodes sent to verification of the row that has most."""
+        most = 0
+        for count in self.drafted:
+            most = max(most, count)
+        return most

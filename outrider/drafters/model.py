@@ -7,6 +7,7 @@ settings: with replacement-free siblings under `exact` (q is kept for the verdic
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ class ModelDrafter:
         if one is given. Nothing is foreseen beyond the levels that are `likely`: it would be read for nothing."""
         race = None if settings.raw else Race(draft, place, settings, noise)
         ahead = self._foreseen(seqs, draft, place, likely) if self.foresees and levels > 1 and near(self.model.spec.device) else None
-        behind = None if target is None else lambda tokens: target.queue(seqs, draft, place, tokens, race)  # type: ignore[attr-defined]
+        behind = None if target is None else _behind(target, seqs, draft, place, race)
         found, scores, steps = self.model.chain(seqs, draft, place, levels, on, race, ahead, behind)  # type: ignore[attr-defined]
         self.saved = len(found) - steps
         tokens, first = tree.ended(found, seqs[0].request.ends), len(draft)
@@ -209,6 +210,11 @@ class ModelDrafter:
         kind = SAMPLED if width == 1 else DISTINCT
         parents = np.repeat(frontier, width)[keep]
         return tree.grow(draft, parents, chosen.flatten()[keep], source, kind, score.flatten()[keep].tolist(), q, q_row)
+
+
+def _behind(target: Any, seqs: list[Sequence], draft: Draft, place: int, race: Race | None) -> Callable[[Tensor], Any]:
+    """What asks for the target's verdict on tokens below a place."""
+    return lambda tokens: target.queue(seqs, draft, place, tokens, race)
 
 
 def _grown(draft: Draft, frontier: Places, found: list[tuple[int, float, Tensor | None]], source: int) -> Draft:

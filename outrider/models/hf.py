@@ -50,6 +50,9 @@ class Meter:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
+    def served(self) -> str:
+        return self.tier
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class HFModel:
@@ -105,7 +108,9 @@ class HFModel:
             self.rows.begin_at(seq, tail)
 
     def prefill(self, seqs: list[Sequence]) -> None:
-        for seq in (s for s in seqs if self.rows.behind(s) > 1):
+        for seq in seqs:
+            if self.rows.behind(seq) <= 1:
+                continue
             tail = self.rows.tail(seq)[:-1]
             for start in range(0, len(tail), self.chunk):
                 part = tail[start : start + self.chunk]
@@ -184,7 +189,7 @@ class HFModel:
             laid = len(chain.tokens) + len(hints)
             more = chain.read(logits, told, _lies(block), at, hints)
             if chain.scored < laid:
-                self.rows.undo(seq, list(range(node + chain.scored, node + laid)))
+                self.rows.undo(seq, tree.span(node + chain.scored, node + laid))
             if not more:
                 return chain.tokens, chain.chances, forwards
             hints, at = ahead(chain.tokens, chain.most - len(chain.tokens) - 1) if ahead else [], None
@@ -264,9 +269,10 @@ class HFModel:
         if package is None:
             return self._eager(block, last, table)
         start = time.perf_counter()
-        logits, found = package(*self._inputs(block, last, table))
+        numbers, read, held = self._inputs(block, last, table)
+        out = package(numbers, read, held)
         self.meter.seconds += time.perf_counter() - start
-        return logits, found
+        return out[0], out[1]
 
     @torch.inference_mode()
     def _eager(self, block: Block, last: Tensor | None = None, table: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:

@@ -218,7 +218,7 @@ class Rows:
         row = self.of(seq)
         start, end = len(row.text), len(seq.tokens) - row.skipped
         width = end - start + count
-        at = list(range(width - count - 1, width)) if end - start > 1 else None
+        at = tree.span(width - count - 1, width) if end - start > 1 else None
         if races is None or end + count >= self.capacity or self.narrowest <= count:  # too long, or not all sees all
             columns = self._root_columns(row, seq)
             columns += [self._node_column(row, first + n, first + p if (p := parents[n]) >= 0 else p, tokens[n]) for n in range(count)]
@@ -259,7 +259,7 @@ class Rows:
     def begin(self, seqs: list[Sequence], draft: Draft, place: int, ahead: list[int]) -> Layout:
         """`layout` of a place and of what may follow it, as nodes len(draft), len(draft) + 1, ..., one below the other."""
         if place < 0:
-            return self._anew(seqs[~place], ahead, list(range(-1, len(ahead) - 1)), len(ahead), len(draft))
+            return self._anew(seqs[~place], ahead, tree.span(-1, len(ahead) - 1), len(ahead), len(draft.token))
         row, columns = self._columns(seqs, draft, place)
         first = len(columns) - 1
         columns += self._below(row, len(draft), place, ahead)

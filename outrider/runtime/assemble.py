@@ -6,7 +6,6 @@ import importlib
 import os
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     }
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
     tails = frozenset(name for name, part in parts.items() if hasattr(part, "tail"))
-    controller = Adaptive(keeper.tables, partial(getattr, model.meter, "tier"), s.slowdown_limit, cautious=profiler.PATIENCE > 0, tails=tails)
+    controller = Adaptive(keeper.tables, model.meter.served, s.slowdown_limit, cautious=profiler.PATIENCE > 0, tails=tails)
     engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
     engine.jit.prepare([Plan(), *controller.plans.values()], engine.facts[True])
     return Runtime(engine, tokenizer, sizes, s.rule, keeper)

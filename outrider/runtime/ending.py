@@ -25,7 +25,7 @@ def cut(seqs: list[Sequence], draft: Draft, outcome: Outcome) -> tuple[Outcome, 
 def _goes_on(seq: Sequence, draft: Draft, outcome: Outcome) -> bool:
     """Is it plain to see that nothing ends here?"""
     request, path, bonus = seq.request, outcome.paths[0], outcome.bonus[0]
-    if request.cut is not None or bonus in request.ends or len(seq.tokens) + len(path) + 1 >= len(request.prompt) + request.sampling.max_tokens:
+    if request.cut is not None or bonus in request.ends or len(path) + 1 >= seq.left:
         return False
     return not path or request.ends.isdisjoint(draft.text(path))
 
@@ -33,7 +33,7 @@ def _goes_on(seq: Sequence, draft: Draft, outcome: Outcome) -> bool:
 def _end(seq: Sequence, new: list[int]) -> tuple[int, str | None]:
     """(how many of the new tokens stay, why the text ends there or None)."""
     sampling, request = seq.request.sampling, seq.request
-    limit = sampling.max_tokens - seq.produced
+    limit = seq.left
     keep, reason = (limit, "length") if len(new) >= limit else (len(new), None)
     first = max(0, sampling.min_tokens - seq.produced)
     some = () if request.ends.isdisjoint(new) else enumerate(new[:keep])

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from outrider.compiler.forest import allowed
@@ -18,7 +17,7 @@ from outrider.core import tree
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, top_logprobs
 from outrider.core.sockets import Controller, Drafter, Model
-from outrider.core.types import OFF, TARGET, Draft, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
+from outrider.core.types import OFF, TARGET, Draft, Marks, Outcome, Plan, Reading, Request, Scores, Sequence, StepRecord
 from outrider.runtime.batcher import Batcher
 from outrider.runtime.ending import cut
 from outrider.runtime.native import host
@@ -35,6 +34,7 @@ class Engine:
         stages: Stages | None = None, **jit: Any,
     ) -> None:  # fmt: skip
         self.target, self.controller, self.strict = target, controller, strict
+        self.parts: Parts | None = None  # what steps run on, for as long as it is the same
         self.equip(drafters, stages, **jit)
         self.batcher = Batcher(rows, alone=strict)
         self.settings: Settings | None = None
@@ -53,8 +53,7 @@ class Engine:
         """Take other drafters, between requests. stages: who guesses beside whom, and who takes over from whom; jit: fields of Jit."""
         self.drafters, self.bits = drafters, {name: 1 << i for i, name in enumerate(drafters)}
         self.models: list[Any] = [m for m in (self.target, *(getattr(part, "model", None) for part in drafters.values())) if hasattr(m, "drop")]
-        self.marked = cache(lambda source: [name for name, bit in self.bits.items() if source & bit])
-        self.origin = cache(lambda source: "+".join(self.marked(source)))
+        self.marks, self.parts = Marks(self.bits), None
         draws = {name: getattr(part, "draws", True) for name, part in drafters.items()}
         self.jit = Jit([[name] for name in drafters] if stages is None else stages, draws, self.bits, chain=self.strict, **jit)
 
@@ -123,14 +122,14 @@ class Engine:
         clock.mark("choose")
         if not self.off:
             clock.part("look", "choose", getattr(self.controller, "looking", 0.0))
-        step = self.jit.get(self.rule, plan, self.facts[getattr(self.controller, "asks", True)])
+        step = self.jit.get(self.rule, plan, self.facts[1] if getattr(self.controller, "asks", True) else self.facts[0])
         clock.mark("jit")
         self.target.prefill(seqs)
         clock.mark("prefill")
         for seq in seqs:
             if not seq.steps:
                 seq.read += clock.seconds["prefill"]
-        done = step.run(Parts(self.target, self.drafters, self.bits, self.controller), Now(seqs, settings, noise, clock, reason))
+        done = step.run(self._parts(), Now(seqs, settings, noise, clock, reason))
         outcome, reasons = cut(seqs, done.draft, done.outcome)
         clock.mark("accept")
         emitted = self._write(seqs, done.draft, outcome, done.scores)
@@ -139,6 +138,12 @@ class Engine:
         self._commit(seqs, done.full, outcome if done.draft is done.full else outcome.renamed(done.kept))
         clock.mark("commit")
         self._record(seqs, plan, done, outcome, emitted, clock, step.tier)
+
+    def _parts(self) -> Parts:
+        """Made anew with other drafters, or another controller."""
+        if self.parts is None or self.parts.controller is not self.controller:
+            self.parts = Parts(self.target, self.drafters, self.bits, self.controller)
+        return self.parts
 
     def _settings(self, seqs: list[Sequence]) -> Settings:
         """Those of the batch, and what code may take for granted of it: looked at anew only when its members change."""
@@ -166,8 +171,8 @@ class Engine:
         for r, seq in enumerate(seqs):
             path, bonus = outcome.paths[r], outcome.bonus[r]
             new = draft.text(path)
-            if path:
-                seq.origins += [self.origin(draft.source[n]) for n in path]
+            for n in path:
+                seq.origins.append(self.marks.word(draft.source[n]))
             if bonus is not None:
                 new.append(bonus)
                 seq.origins.append(TARGET)
@@ -189,15 +194,16 @@ class Engine:
         full, draft, none, right = done.full, done.draft, (0,) * len(seqs), dict[tuple[str, int], int]()
         for path in outcome.paths:
             for n in path:
-                for name in self.marked(draft.source[n]):
-                    right[name, draft.depth[n]] = right.get((name, draft.depth[n]), 0) + 1
+                for name in self.marks.of(draft.source[n]):
+                    at = name, draft.depth[n]
+                    right[at] = right.get(at, 0) + 1
         record = StepRecord(
             plan=plan,
             requests=self.requests,
             context=tuple([len(s.tokens) - len(emitted[r]) for r, s in enumerate(seqs)]),
             drafted=tree.sizes(draft) if draft.token else none,
-            accepted=tuple([len(path) for path in outcome.paths]),
-            emitted=tuple([len(new) for new in emitted]),
+            accepted=tuple(len(path) for path in outcome.paths),
+            emitted=tuple(len(new) for new in emitted),
             discarded=tuple(outcome.discarded),
             accepted_by=right,
             seconds=clock.seconds,
@@ -209,7 +215,7 @@ class Engine:
             levels=done.levels,
             draft=full if full.q is None else replace(full, q=None),
             kept=tuple(done.kept),
-            tokens=tuple([tuple(new) for new in emitted]),
+            tokens=tuple(tuple(new) for new in emitted),
         )
         self.ring.append(record)
         for seq in seqs:
