@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from contracts import always
+from contracts import always, request
 from enumeration import Enumerator, completed, distance, law
 from enumeration import plain as plain_law
 from programs import NAMES, Contrary, Picky, random_plan, random_program, scheduler, written
@@ -72,6 +72,23 @@ def test_generated_code_equals_the_interpreter(first: int, rule: str, control: t
             drafted += sum(sum(r.drafted) for r in records)
         assert found[0] == found[1], f"seed {seed}\n{show(module)}"
     assert drafted > 50
+
+
+def test_whoever_decides_now_is_asked() -> None:
+    """Two controllers in turn, in the middle of one text: one that lets drafters guess, and one that is asked and lets nobody."""
+
+    class Never(Told):
+        def more(self, seqs: Any, name: str, draft: Any, frontier: list[int]) -> list[int]:
+            return []
+
+    guess = lambda seqs: (Plan((("lookup", 3, 1),)), "told")  # noqa: E731
+    engine = Engine(ToyModel(6, 5, rows=1), {"lookup": Lookup(floor=0.0)}, (free := Told(guess)), 1, hot=0)
+    held = Never(guess)
+    engine.submit(request([1, 2, 1, 2, 1, 2], max_tokens=60))
+    for n in range(12):
+        engine.controller = held if n % 2 else free
+        engine.step()
+    assert any(r.drafted[0] for r in engine.ring) and not any(r.drafted[0] for r in [*engine.ring][1::2])
 
 
 @pytest.mark.parametrize("control", [Told, Picky, scheduler])

@@ -56,6 +56,23 @@ def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkey
         assert made().best(draft)[0] == 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drafter_alone_is_worth_what_its_best_depth_is(seed: int) -> None:
+    """Tokens for the time of a plain step, each depth weighed by powers of the chance; and it is kept by drafter, chance and steps."""
+    rng, tables = random.Random(seed), Tables(BITS, Costs({}), "static")
+    verify, drafting = [1.0], {name: [0.0] for name in BITS}
+    for _ in range(DEEPEST):
+        verify.append(verify[-1] + rng.choice([0.0, 0.05, 0.4]))
+        for line in drafting.values():
+            line.append(line[-1] + rng.choice([0.02, 0.2]))
+    page = Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, drafting, {}, {}, 1.0, DEEPEST, 1.0)
+    for name, percent, steps in [(rng.choice([*BITS]), rng.randrange(101), rng.choice([1.0, 0.5, 0.2])) for _ in range(60)]:
+        cost = [drafting[name][max(int(-(-k * steps // 1)), 1)] + verify[k] for k in range(1, 17)]
+        worth = [sum((percent / 100) ** i for i in range(k + 1)) / cost[k - 1] for k in range(1, 17)]
+        score, depth = tables.depth(page, name, percent / 100, steps)
+        assert score == pytest.approx(max(worth)) == pytest.approx(worth[depth - 1])
+
+
 class Told:
     """A predictor whose answer hangs on all that a page tells apart."""
 
@@ -111,7 +128,7 @@ def test_what_a_chain_says_of_its_drafters_is_what_its_nodes_say(seed: int, monk
             monkeypatch.setattr(tree, "straight", lambda draft: False)
         for _ in range(3):
             Step(tables, page, [row], 1, 9.0, 1.0).judged(record)
-    assert rows[0].bias.keys() == rows[1].bias.keys() == set(tables.marked(draft.source[0]))
+    assert rows[0].bias.keys() == rows[1].bias.keys() == set(tables.marks.of(draft.source[0]))
     for name, bias in rows[0].bias.items():
         other = rows[1].bias[name]
         assert (bias.factor, bias.excess, bias.weight) == pytest.approx((other.factor, other.excess, other.weight))

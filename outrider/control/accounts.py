@@ -131,9 +131,9 @@ class Accounts:
             bad_case = step.room * unit
             spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * unit)
             gained = step.expected * min(page.steady, 1.0) * page.plain * chill + jit
-        for seq, tokens in zip(seqs, record.emitted, strict=True):
+        for r, seq in enumerate(seqs):
             self.ledger.begin(seq.request.id, page.owed)
-            self.ledger.charge(seq.request.id, owed, tokens, spent, bad_case)
+            self.ledger.charge(seq.request.id, owed, record.emitted[r], spent, bad_case)
         if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
             self._looked(page, rows, names, gained - spent, 1)  # by what it took: after many plain steps more than is believed
         self._told(page, owed, own, nodes, held)

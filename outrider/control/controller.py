@@ -331,7 +331,7 @@ class Adaptive:
             most, why = PROBED, "probe:drafter"
         elif self.tables.drafts < WARM and most < min(longest, WHOLE):
             most, why = WHOLE, "probe:whole"
-        most = min(most, longest, DEEPEST)
+        most = min(most, DEEPEST if longest > DEEPEST else longest)
         while most and step.spent + step.page.seconds[most] > step.room:
             most, why = most - 1, "depth:guard" if most > 1 else "off:guard"
         if why == "off:guard":

@@ -51,9 +51,7 @@ class Step:
         if not frontier or (self.trial and self.levels[name] >= PROBED):
             return []
         survival = self.survivals(draft)
-        have, nodes = float(rows), tree.longest(draft)
-        for s in survival:
-            have += s
+        have, nodes = _sum(survival, float(rows)), tree.longest(draft)
         left, reach, further = self._left(draft, survival, frontier), 0.0, 0.0
         for p in frontier:
             chance, after = self._next(name, draft, p)
@@ -88,7 +86,7 @@ class Step:
         own.append((own[-1] if own else 1.0) * chance)
         if free:
             return True
-        if (self.trial and depth >= PROBED) or not self._deepens(name, depth, sum(own, 1.0), own[-1] * chance, chance):
+        if (self.trial and depth >= PROBED) or not self._deepens(name, depth, _sum(own, 1.0), own[-1] * chance, chance):
             self.stopped = name
             return False
         self.levels[name], drafting = level + 1, self.page.drafting[name]
@@ -139,13 +137,13 @@ class Step:
 
     def survivals(self, draft: Draft) -> list[float]:
         """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
-        out, marked, p = self.survival, self.tables.marked, 0.0
+        out, marks, p = self.survival, self.tables.marks, 0.0
         before, known = 0, -1.0  # deep nodes of one source and one score are as likely as each other
         for n in range(len(out), len(draft)):
             depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
             if depth <= LEVELS or source != before or score != known:
                 row, p = self.rows[draft.row[n]], 0.0
-                for name in marked(source):
+                for name in marks.of(source):
                     p = max(p, self.chance(row, name, depth, score))
                 before, known = source, score
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
@@ -180,13 +178,13 @@ class Step:
         assert draft is not None
         survival = self.survivals(draft)
         if tree.straight(draft) and draft.source.count(draft.source[0]) == len(draft.token):
-            self._chain_judged(draft.token, record.tokens[0], survival, self.tables.marked(draft.source[0]))
+            self._chain_judged(draft.token, record.tokens[0], survival, self.tables.marks.of(draft.source[0]))
             return
         seen = dict[tuple[int, str], tuple[float, float]]()
         for n, verdict in verdicts(record):
             parent = draft.parent[n]
             p = survival[n] / (survival[parent] if parent >= 0 else 1.0)
-            for name in self.tables.marked(draft.source[n]):
+            for name in self.tables.marks.of(draft.source[n]):
                 excess, weight = seen.get((draft.row[n], name), (0.0, 0.0))
                 seen[draft.row[n], name] = excess + verdict - p, weight + p * (1 - p)
         for (r, name), (excess, weight) in seen.items():
@@ -233,9 +231,17 @@ class Step:
         """The same of a chain of one row, which is what most steps ask."""
         verify, spent, gained, at = self.page.verify, self.spent, 1.0, 0
         plain = best = 1 / (spent + self.plain)
-        for n, survival in enumerate(self.survivals(draft)[:DEEPEST], 1):
-            gained += survival
-            worth = gained / (spent + verify[n])
+        survival = self.survivals(draft)
+        for n in range(min(len(survival), DEEPEST)):
+            gained += survival[n]
+            worth = gained / (spent + verify[n + 1])
             if worth > best:
-                best, at = worth, n
+                best, at = worth, n + 1
         return (at, best) if best >= plain * (1 + MARGIN) else (0, plain)
+
+
+def _sum(numbers: list[float], start: float) -> float:
+    """Python's `sum`, in machine code."""
+    for x in numbers:
+        start += x
+    return start

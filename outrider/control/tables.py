@@ -88,10 +88,6 @@ class Tables:
         self.hedge = Hedge(state.get("hedge"))
         self.drafts, self.count = int(state.get("drafts", 0)), 0
 
-    def marked(self, source: int) -> list[str]:
-        """Who made a node."""
-        return self.marks.of(source)
-
     def state(self) -> dict[str, Any]:
         """What a later process starts from."""
         return {

@@ -142,6 +142,9 @@ def _marked(draft: Draft, nodes: list[int], source: int) -> Draft:
 
 def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[float]) -> Draft:
     """The draft with a chain of points below `place`. What of it is there already gains the source."""
+    if tokens and not draft.token:
+        n = len(tokens)
+        return Draft(draft.rows, tokens, [place, *span(0, n - 1)], [~place] * n, span(1, n + 1), [source] * n, [POINT] * n, [-1] * n, scores, draft.q)
     sources, parents, depths = draft.source[:], draft.parent[:], draft.depth[:]
     twins = below(draft, place, tokens) if draft.token else []
     for n in twins:

@@ -89,11 +89,14 @@ class SuffixIndex:
     def latest_of(self, before: int, token: int) -> tuple[int, int]:
         """The last place behind these two tokens, or behind the second, that something follows, and how many of them stand there; -1: none."""
         pairs, ones = self.latest
-        for evidence, last, chain in ((2, pairs.get(before << ID | token, -1), self.pair), (1, ones.get(token, -1), self.one)):
-            place = chain[last] if last == len(self.text) else last
-            if place >= 0:
-                return place, evidence
-        return -1, 0
+        if (place := self._before(pairs.get(before << ID | token, -1), self.pair)) >= 0:
+            return place, 2
+        place = self._before(ones.get(token, -1), self.one)
+        return place, 1 if place >= 0 else 0
+
+    def _before(self, place: int, chain: list[int]) -> int:
+        """A place, or where that is the text's end the one before it in its chain."""
+        return chain[place] if place == len(self.text) else place
 
     def match(self) -> Cursor | None:
         """Where the longest suffix ends that stood in the text before; None below `least` tokens."""

@@ -264,7 +264,8 @@ class HFModel:
         """last: tokens [n] of the last columns, where only the device knows them; table: the block's, if it lies there already."""
         if self.compiled is None:
             return self._eager(block, last, table)
-        package = self.compiled.get(*_size(block))
+        rows, width = _size(block)
+        package = self.compiled.get(rows, width)
         self.meter.tier = self.compiled.tier if package else self.compiled.reason
         if package is None:
             return self._eager(block, last, table)

@@ -347,8 +347,8 @@ class Rows:
     def _gather(self, row: Row, path: list[int]) -> int:
         """Bring what was scored of an accepted path, up to the first node that was not, to the slots behind the text. Returns how many nodes that are."""
         there = 0  # that lie there already, as those of a chain do
-        for node, scored in zip(path, row.scratch, strict=False):
-            if node != scored:
+        for scored in row.scratch:
+            if there == len(path) or path[there] != scored:
                 break
             there += 1
         if there == len(path) or there == len(row.scratch):

@@ -55,7 +55,7 @@ class Package:
         self.independent, self.note = INDEPENDENT.items() <= told.items(), told.get("note", "")
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
-        before = torch.get_num_threads()
+        before: int = torch.get_num_threads()
         if self.threads == before:
             return tuple(self.loader.boxed_run([table, read, *rows]))
         torch.set_num_threads(self.threads)

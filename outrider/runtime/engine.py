@@ -226,7 +226,11 @@ class Engine:
     def _tiers(self, step: str) -> dict[str, str]:
         """What serves now; the same object for as long as it is the same."""
         known = self.tiers
-        if known.get("step") != step or known["host"] != host.tier or any(known.get(name) != meter.tier for name, meter in self.meters.items()):
+        if (
+            known.get("step") is not step
+            or known["host"] is not host.tier
+            or any(known.get(name) is not meter.tier for name, meter in self.meters.items())
+        ):
             self.tiers = {"host": host.tier, "step": step, **{name: meter.tier for name, meter in self.meters.items()}}
         return self.tiers
 
