@@ -128,16 +128,10 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
         if not frontier or room <= level:
             break
         ahead = min(depth, room) - level if width == 1 else 1
-        if ask:
-            _tell(parts, name)
         if queues and (blind := parts.controller.blind(name) if ask else ahead):
-            queueing: Any = drafter
-            on = parts.controller.on if ask else None
-            full = queueing.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=min(ahead, blind), on=on, target=parts.target)
-        elif ask:
-            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead, on=parts.controller.on)
+            full = extended(parts, now, name, full, frontier, width, min(ahead, blind), ask, target=parts.target)
         else:
-            full = drafter.extend(seqs, full, frontier, width, bit, now.settings, now.noise, levels=ahead)
+            full = extended(parts, now, name, full, frontier, width, ahead, ask)
         saved += getattr(drafter, "saved", 0)
         level, frontier = _lowest(full, bit, level)
     if level:
@@ -150,10 +144,29 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
     return full
 
 
-def _tell(parts: Parts, name: str) -> None:
+def extended(
+    parts: Parts, now: Now, name: str, draft: Draft, frontier: Places, width: int, levels: int, ask: bool, target: Any = None
+) -> Draft:  # fmt: skip
+    """One call of a drafter. `ask`: the controller, while it drafts; `target`: who scores what it proposes before the host knows its tokens."""
+    drafter: Any = parts.drafters[name]
+    seqs, bit, settings, noise = now.seqs, parts.bits[name], now.settings, now.noise
+    made: Draft
+    if ask:
+        _tell(parts, name, drafter)
+    if target is not None:
+        made = drafter.extend(
+            seqs, draft, frontier, width, bit, settings, noise, levels=levels, on=parts.controller.on if ask else None, target=target
+        )
+    elif ask:
+        made = drafter.extend(seqs, draft, frontier, width, bit, settings, noise, levels=levels, on=parts.controller.on)
+    else:
+        made = drafter.extend(seqs, draft, frontier, width, bit, settings, noise, levels=levels)
+    return made
+
+
+def _tell(parts: Parts, name: str, drafter: Any) -> None:
     """What a drafter is told before a call by a controller that decides while it drafts."""
     controller: Any = parts.controller
-    drafter: Any = parts.drafters[name]
     if name in parts.told:
         drafter.likely = controller.likely(name)
     if parts.tells and (tail := controller.tail(name)) is not None:
@@ -278,16 +291,11 @@ class Forest:
 
     def extend(self, name: str, frontier: Places, width: int, hidden: set[int], levels: int) -> None:
         """One call of a drafter. Tokens of nodes that it may not find are veiled from it."""
-        now, full, bit, controller = self.now, self.full, self.parts.bits[name], self.parts.controller
+        full = self.full
         veiled = replace(full, token=[VEILED if n in hidden else t for n, t in enumerate(full.token)]) if hidden else full
-        drafter = self.parts.drafters[name]
-        if getattr(controller, "asks", True):
-            _tell(self.parts, name)
-            made = drafter.extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels, on=controller.on)
-        else:
-            made = drafter.extend(now.seqs, veiled, frontier, width, bit, now.settings, now.noise, levels=levels)
+        made = extended(self.parts, self.now, name, veiled, frontier, width, levels, getattr(self.parts.controller, "asks", True))
         self.full = replace(made, token=full.token + made.token[len(full) :]) if hidden else made
-        self.saved += getattr(drafter, "saved", 0)
+        self.saved += getattr(self.parts.drafters[name], "saved", 0)
 
     def _grown(self, name: str, levels: int, before: int, seen: list[int]) -> list[int]:
         saved, self.saved = self.saved, 0

@@ -62,9 +62,7 @@ class Adaptive:
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         self.looking = 0.0
         self.sound = self.asleep > SOUND and self.why == "off:resting" and self.known is not None and seqs == self.known[0]
-        if (last := self.last) is not None:
-            seqs_then, record = last
-            self._note(seqs_then, record)
+        self._note_last()
         if self.sound:
             self.slept, self.lull = (self.slept + 1, self.lull) if self.slept else (1, self.page.owed if self.page else 0.0)
             self.asleep, self.calm = self.asleep - 1, self.calm + 1
@@ -346,9 +344,7 @@ class Adaptive:
             self.last = (seqs, record)
 
     def end(self, seq: Sequence) -> None:
-        if (last := self.last) is not None:
-            seqs_then, record = last
-            self._note(seqs_then, record)
+        self._note_last()
         self._rested()
         if self.page is not None and seq.records:
             row = self._row(seq)
@@ -359,6 +355,11 @@ class Adaptive:
             self.page = self.tables.page(self.page.at)
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
+
+    def _note_last(self) -> None:
+        if (last := self.last) is not None:
+            seqs, record = last
+            self._note(seqs, record)
 
     def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""

@@ -113,8 +113,8 @@ class Sequence:
     steps: int = 0
     read: float = 0.0  # seconds that the target took to read its prompt, and those of the batch that it read beside it
     finish_reason: str | None = None
-    limit: int = 0  # tokens at which it ends at the latest
-    most: int = MAX_NODES  # nodes of a draft that it asked for at most
+    limit: int = 0  # tokens at which it ends at the latest, by its request
+    most: int = MAX_NODES  # nodes of a draft that it asked for at most, likewise
 
     def __post_init__(self) -> None:
         self.limit = len(self.request.prompt) + self.request.sampling.max_tokens

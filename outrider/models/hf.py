@@ -51,6 +51,7 @@ class Meter:
         return seconds
 
     def served(self) -> str:
+        """`tier`, for who holds no more than this."""
         return self.tier
 
 

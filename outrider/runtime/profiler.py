@@ -19,7 +19,7 @@ from outrider.control.rows import WHOLE
 from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, Outcome, Places, Plan, Request, SamplingParams, Sequence, StepRecord
+from outrider.core.types import Draft, Outcome, Places, Plan, Request, SamplingParams, Sequence, StepRecord, stage
 from outrider.drafters.model import ModelDrafter
 from outrider.measure import profile
 from outrider.measure.cost import CALM, DEEPEST, FAR, WIDEST, Costs, Curve, Situation, situation
@@ -229,7 +229,7 @@ class Found:
     def add(self, record: StepRecord, rows: int) -> None:
         self.taken, self.seen, self.tier, drafting = self.taken + 1, self.seen + 1, record.tiers.get("target", ""), 0.0
         for name, levels in record.levels.items():
-            took = record.seconds.get(f"draft {name}", 0.0)
+            took = record.seconds.get(stage(name), 0.0)
             drafting += took
             behind, self.asked[name] = record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
             self.read[name] = record.context[0] + record.right(name) // rows
