@@ -313,9 +313,9 @@ def test_a_package_that_is_slower_than_eager_steps_is_not_used(fresh, monkeypatc
     again = fresh().compiled
     assert set(again.packages) == {"any"} and again.reason == "eager:package-slower" and next(times, None) is None
     assert again.get(1, 1) is again.packages["any"] and again.bytes == again.packages["any"].bytes
-    times = iter([1.0] * 6)
+    times = iter([1.0] * 10)
     assert set(fresh().compiled.packages) == set(SHAPES) and next(times, None) is None, (
-        "two packages are timed beside eager steps, two beside each other"
+        "two packages are timed beside eager steps, two beside each other, and twice reading in one step and in two forwards"
     )
 
 

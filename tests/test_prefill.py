@@ -9,7 +9,8 @@ from contracts import plain, recompute, request, sequence
 from packages import CLOSE, DTYPE, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers, twin_folder
 
 import outrider
-from outrider.models import compiled
+from outrider.core.types import Draft
+from outrider.models import compiled, package
 from outrider.models.compiled import DIFFERS, PREFILL, SHAPES, STEPS, apart
 from outrider.models.hf import HFModel
 
@@ -102,6 +103,46 @@ def test_one_that_is_slower_than_eager_reading_is_not_used_and_steps_are(fresh, 
     assert tuple(again.packages) == STEPS and again.reason == "eager:package-slower" and next(times, None) is None
     assert caplog.text.count("are read eagerly (eager:package-slower)") == 1
     assert len(plain(served, [request(PROMPT * 10, max_tokens=4)])[0]) == 4 and served.meter.tier == "compiled"
+
+
+@pytest.mark.parametrize(("took", "least"), [([1, 2], 32), ([2, 1, 1, 2], 16), ([2, 1, 2, 1], 8), ([1, 1, 1, 1], 8)])
+def test_how_many_unread_tokens_are_worth_a_forward_is_measured_and_kept(fresh, monkeypatch, took, least):
+    """In one step and in two forwards, of sixteen tokens and then of eight; a later start knows, and whoever rests asks again."""
+    first = fresh().compiled
+    times, widths = iter(took), []
+
+    def timed(calls, **_):
+        for call in calls:
+            call()
+        return [next(times) for _ in calls]
+
+    with monkeypatch.context() as clock:
+        clock.setattr(compiled, "seconds_of_each", timed)
+        clock.setattr(package.Package, "place", lambda *_, **__: None)
+        clock.setattr(package.Package, "__call__", lambda self, table, *_: widths.append(table.shape[1]))
+        first.placed = -1e9
+        first.rest()
+    assert next(times, None) is None and widths == [16, 15, 1, 8, 7, 1][: 3 * len(took) // 2]
+    assert fresh().compiled.least == first.least == least
+
+
+@pytest.mark.parametrize("least", [8, 32])
+def test_so_many_unread_tokens_are_read_before_a_step(served, folder, monkeypatch, least):
+    """One fewer are columns of the step itself, of which each has logits that nobody asked for."""
+    served.compiled.packages[PREFILL].least = least
+    calls, run, text, afresh = [], package.Package.__call__, (PROMPT * 12)[:60], recompute(model_of(folder))
+    monkeypatch.setattr(package.Package, "__call__", lambda self, *given: calls.append((self.file.stem, given[0].shape[1])) or run(self, *given))
+    for unread in (least - 1, least):
+        seq = sequence(text[:20], f"r{unread}")
+        served.open(seq)
+        served.prefill([seq])
+        calls.clear()
+        seq.tokens[:] = text[: 19 + unread]
+        logits, want = served.score([seq], Draft(rows=1), [-1]).logits[0].float(), afresh(seq.tokens).float()
+        assert float((logits - want).abs().max()) < CLOSE * float(want.std())
+        assert [width for shape, width in calls if shape == PREFILL] == [unread - 1] * (unread == least)
+        assert [width for shape, width in calls if shape != PREFILL] == [1 if unread == least else unread]
+        served.close(seq)
 
 
 def test_strict_texts_are_read_eagerly(served):

@@ -16,7 +16,7 @@ from outrider.bench.replay import Trace
 from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED, Held
-from outrider.control.controller import EARN, Adaptive
+from outrider.control.controller import EARN, REMEASURE, Adaptive
 from outrider.control.guard import GRANT, Ledger
 from outrider.control.rows import awake
 from outrider.control.tables import Tables
@@ -319,6 +319,26 @@ def test_a_machine_that_changes_its_pace_for_good_is_found_out(pace: float, chan
         held += [sum(r.reason == "off:guard" for r in records) for records in texts]
         assert held[-1] == 0 and sum(r.reason == "probe:plain" for records in texts for r in records) < 20
     assert sum(held) < 150 and (sum(held) > 0) == (pace > 1 and chance < 0.9), "credit is short where drafting saves little, on a slower machine"
+
+
+def test_who_has_ample_credit_is_not_asked_what_plain_decoding_takes_now() -> None:
+    """A machine becomes twice as slow in the midst of a text that has saved a hundred steps: a plain one would cost it several of its own and change no plan. The next
+    text begins with little, and is asked."""
+    first, second = (
+        trace(seed, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": chance}, length=900)
+        for seed, chance in ((1, lambda t, d: 0.95 if t > 30 else 0.0), (2, lambda t, d: 0.6))
+    )
+    of, steps = replace(first, texts=first.texts + second.texts), list[str]()
+    controller = adaptive(of)
+
+    def slowed(n: int, name: str) -> float:
+        steps.append(name)
+        return 2.0 if len(steps) > 160 else 1.0
+
+    one, other = drive(of, controller, Weather(of, slowed))
+    assert 60 < len(one) < REMEASURE and not any(r.reason == "probe:plain" for r in one)
+    asked = [i for i, r in enumerate(other) if r.reason == "probe:plain"]
+    assert asked[:3] == [COLD, COLD + 1, COLD + 2 + REMEASURE], "once caches are warm, as often as it takes to tell, and then when it is time again"
 
 
 def test_a_text_that_begins_cold_is_no_slower_machine() -> None:

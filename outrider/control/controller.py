@@ -21,6 +21,7 @@ from outrider.core.types import AHEAD, OFF, POINT, QUEUED, Draft, Places, Plan, 
 from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
+AMPLE = 16.0  # plain steps of credit with which no plan hangs on how long plain decoding takes just now
 YOUNG = 256  # steps that are all learned from; of later ones, one in SAMPLE
 REACHES = (WHOLE, NEAR, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 FRESH = 0.2  # weight of one request in what looks were worth in those before
@@ -85,7 +86,7 @@ class Adaptive:
         if not names:
             self.silent = bool(self.looked)
             return OFF, self._silence(unpaid) if self.silent else self._sleep(rows)
-        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or (self._asks(page) and _age(seqs) >= COLD):
+        if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or (_age(seqs) >= COLD and self._asks(seqs, page)):
             return OFF, "probe:plain"  # first steps of a text tell it worst
         room = self._room(seqs, page) if room is None else room
         if page.cheapest > room:
@@ -120,9 +121,9 @@ class Adaptive:
         self.chosen = page, names, near, plan
         return plan
 
-    def _asks(self, page: Page) -> bool:
-        """Is it time to ask what plain decoding takes now?"""
-        return page.outdated or self.since_plain >= REMEASURE
+    def _asks(self, seqs: list[Sequence], page: Page) -> bool:
+        """Is it time to ask what plain decoding takes now? That is what credit is counted by, of which those who have AMPLE need not know."""
+        return self.since_plain >= REMEASURE or (page.outdated and self._room(seqs, page) < AMPLE)
 
     def _room(self, seqs: list[Sequence], page: Page) -> float:
         """Plain steps that this one may take."""

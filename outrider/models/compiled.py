@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.kv import slots_for
-from outrider.models.package import WIDE, Package, seconds_of_each
+from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
 
 VERSION = 16  # of what is built here: raise it when a package of before must not be used
@@ -46,6 +47,7 @@ COLD = 0.5  # of a step: what it is assumed to cost to go from one copy of the w
 SOON, SELDOM, BRIEF = 2.0, 600.0, 0.02
 LATEST, WORSE = 8.0, 1.1  # single tokens in a row after which `one` serves, however little it seems to save, unless it takes so many times as long
 LONG = 128  # columns by which `prefill` is tried, and its threads chosen
+FEWER = (16, 8)  # unread tokens that may be worth a forward of their own already, by which that is asked
 BEHIND = 8  # tokens of the text that they are tried on
 COLUMNS = {"any": WIDE, "one": 1, PREFILL: LONG}
 DIFFERS = 0.25  # `apart`: another model, or another attention, is further away
@@ -132,6 +134,11 @@ class Compiled:
     def independent(self) -> bool:
         """Does the wide package give every column the bits that it has alone? (`Package`)"""
         return "any" in self.packages and self.packages["any"].independent
+
+    @property
+    def least(self) -> int:
+        """Unread tokens from which on `prefill` reads them, and a step only the last."""
+        return self.packages[PREFILL].least if PREFILL in self.packages else MANY
 
     def _file(self, shape: str) -> Path:
         return self.folder / f"{shape}.pt2"
@@ -242,6 +249,8 @@ class Compiled:
                 if shape == PREFILL:  # no step's tier tells it
                     _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
                 return
+            if shape == PREFILL and "any" in self.packages:
+                self._share(package)
             package.keep()
         elif shape in STEPS and package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
             package.place(*given)
@@ -263,6 +272,20 @@ class Compiled:
             x[:, :, : len(read)].normal_()
         return table, read, rows
 
+    def _share(self, reader: Package) -> None:
+        """How many unread tokens are worth a forward of their own (`least`): a step works out the logits of all that it reads, of which the last ones alone are asked for."""
+        reader.least = MANY
+        for unread in FEWER:
+            at_once, in_two = seconds_of_each(self._ways(reader, unread), patience=BRIEF, between=another())
+            if in_two > at_once:
+                break
+            reader.least = unread
+
+    def _ways(self, reader: Package, unread: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Of so many tokens to the logits of the last: in one step, and in two forwards."""
+        wide, (whole, most, last) = self.packages["any"], [self._given(width) for width in (unread, unread - 1, 1)]
+        return lambda: wide(*whole), lambda: (reader(*most), wide(*last))
+
     @torch.inference_mode()
     def rest(self) -> None:
         """Nobody waits: how many threads serve best is asked again now and then, ever more seldom. A machine that was busy for a moment at load would be served
@@ -270,6 +293,8 @@ class Compiled:
         if self.packages and time.monotonic() - self.placed >= self.trusted:
             for shape, package in self.packages.items():
                 package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
+                if shape == PREFILL and "any" in self.packages:
+                    self._share(package)
                 package.keep()
             self.placed, self.trusted = time.monotonic(), min(2 * self.trusted, SELDOM)
 

@@ -25,11 +25,11 @@ from outrider.models.compiled import PREFILL, Compiled
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Layout, Rows
 from outrider.models.layers import routed, windows, with_layers
+from outrider.models.package import MANY
 from outrider.models.queued import Lap, Queued, unknown
 from outrider.models.slots import SlotCache
 from outrider.models.step import Step
 
-LONG_TAIL = 32  # a longer tail is prefilled first, so that the head runs on asked places only
 STRICT_WIDTH = 8  # columns of every strict step; where they are independent, the most
 Guessed = tuple[list[int], list[float], int]  # tokens, how likely they are, and the forwards that found them
 Ahead = Callable[[list[int], int], list[int]]  # after these tokens, at most so many that may be found next
@@ -221,8 +221,9 @@ class HFModel:
         self.rows.rename(seq, names)
 
     def _catch_up(self, seqs: list[Sequence], places: Places) -> None:
-        """Rows that are asked for and have much to read do so first."""
-        if long := [seqs[~p] for p in places if p < 0 and self.rows.behind(seqs[~p]) > LONG_TAIL]:
+        """Rows that are asked for and have much to read do so first, so that the head runs on asked places only."""
+        least = self.compiled.least if isinstance(self.compiled, Compiled) else MANY
+        if long := [seqs[~p] for p in places if p < 0 and self.rows.behind(seqs[~p]) >= least]:
             self.prefill(long)
 
     def pin(self) -> None:

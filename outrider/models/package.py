@@ -26,12 +26,13 @@ INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 WAKE = 48 << 20  # bytes that another model's forward reads in between: a draft's first forward of a step finds nothing of its own in the caches
 WIDE = 8  # columns that a step is tried with, and its threads chosen: wide steps lose most by a wrong choice; more are a text's
 IN_A_ROW = 3  # forwards of a step after another model's: the later ones of a chain find what the first has read
+MANY = 32  # unread tokens that are worth a forward of their own until somebody has measured it
 
 
 class Package:
     """A built step. Call it as a Step. `known`: weights that are in memory, by name; `frozen`: it has its own, packed. `bytes`: what it holds beside
     `known`; `shares`: all its weights are known ones; `independent`: up to eight columns of a row get the same bits alone and together, whatever hidden slots
-    are read; `note`: why it is not built as it should be, if it is not.
+    are read; `note`: why it is not built as it should be, if it is not; `least`: of one that reads text, the unread tokens from which on it is asked.
 
     Raises OSError or RuntimeError for a damaged file, KeyError for one of another model.
     """
@@ -50,7 +51,7 @@ class Package:
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
         self.bytes = about.st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
-        self.file, self.of, self.kept = file, [about.st_size, about.st_mtime_ns, processor.name()], -1
+        self.file, self.of, self.kept, self.least = file, [about.st_size, about.st_mtime_ns, processor.name()], (0, 0), MANY
         told = self.loader.get_metadata()
         self.independent, self.note = INDEPENDENT.items() <= told.items(), told.get("note", "")
 
@@ -67,22 +68,22 @@ class Package:
     def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
         """Choose how many threads run it, the fewer where that is no slower: a small step waits more for its threads than they bring, but not where it has
         to fetch its weights. Measured here, the way it runs in a step: some forwards in a row after another model's."""
-        counts, wake = sorted({1, torch.get_num_threads()}), torch.ones(WAKE // 4)
+        counts = sorted({1, torch.get_num_threads()})
 
         def on(threads: int) -> None:
             self.threads = threads
             for _ in range(IN_A_ROW if table.shape[1] <= WIDE else 1):  # a text is read once
                 self(table, read, rows)
 
-        cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience, between=wake.sum)
+        cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience, between=another())
         self.threads = counts[cost.index(min(cost))]
 
     def recalled(self) -> bool:
-        """Was this very file found worth having on this very processor before? Then its threads are what they were."""
+        """Was this very file found worth having on this very processor before? Then its threads are what they were, and what else was found."""
         try:
             found = json.loads(self._beside().read_text("utf-8"))
-            if found["of"] == self.of and 1 <= found["threads"] <= self.threads:
-                self.threads = self.kept = int(found["threads"])
+            if found["of"] == self.of and 1 <= found["threads"] <= self.threads and found["least"] > 1:
+                self.threads, self.least = self.kept = int(found["threads"]), int(found["least"])
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             pass  # absent or damaged: found out anew
@@ -90,15 +91,20 @@ class Package:
 
     def keep(self) -> None:
         """Say so beside it, for later starts. Where nothing can be written they find out anew."""
-        if self.threads != self.kept:
+        if (self.threads, self.least) != self.kept:
             draft = self._beside().with_suffix(f".{os.getpid()}.json")
             with contextlib.suppress(OSError):
-                draft.write_text(json.dumps({"of": self.of, "threads": self.threads}), "utf-8")
+                draft.write_text(json.dumps({"of": self.of, "threads": self.threads, "least": self.least}), "utf-8")
                 draft.replace(self._beside())
-                self.kept = self.threads
+                self.kept = self.threads, self.least
 
     def _beside(self) -> Path:
         return self.file.with_suffix(".json")
+
+
+def another() -> Callable[[], object]:
+    """What another model's forward does to the caches."""
+    return torch.ones(WAKE // 4).sum
 
 
 def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06, between: Callable[[], object] = int) -> list[float]:
