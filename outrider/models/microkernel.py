@@ -1,5 +1,5 @@
 """A product of few rows by a packed matrix, the sums of many rows in registers: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
-float32 first and take three times as long at eight rows, or, on processors without (AVX2, AVX512), of pairs that are widened as they are read, where
+float32 first and take three times as long at eight rows, or, on processors without (AVX2, AVX512), of pairs that are widened as they are read by rows that were before, where
 oneDNN's are slower than eager ones; in float32 (AVX512, AVX2), where oneDNN's take half as long again at one row, or twice, and Inductor's a third longer at nine.
 Registered with Inductor, which packs the weights, splits the work between threads and fuses what follows; a row's result does not depend on how many there are. In bfloat16 on a processor with tiles (AMX) Inductor takes its own kernel of them, of which the same is true.
 
@@ -21,9 +21,39 @@ BUSY = {(16, True): 5, (16, False): 5, (8, True): 1, (8, False): 3}
 LINE = 64  # bytes that memory gives at once
 
 SOURCE = r"""
+{%- if widened %}
+#ifndef OUTRIDER_FLOATS
+#define OUTRIDER_FLOATS
+// Rows of a product in float32, made once for all blocks of columns; of their inputs as many as were asked for so far. What holds them is kept from product to product
+struct Floats {
+    const at::BFloat16* of = nullptr;
+    float* to = nullptr;
+    int64_t rows = 0, made = 0, step = 0;  // inputs of a row that are made; floats from row to row
+    const float* operator()(const at::BFloat16* A, int64_t M, int64_t K, int64_t lda) {
+        if (M != rows || A < of || A + K > of + made) make(A, M, K, lda);
+        return to + (A - of);
+    }
+    __attribute__((noinline)) void make(const at::BFloat16* A, int64_t M, int64_t K, int64_t lda) {
+        using V = at::vec::Vectorized<float>;
+        static thread_local std::vector<float> held;
+        if (M != rows || A < of || A + K > of + lda) of = A, rows = M, made = 0, step = std::max(lda, K);  // other rows
+        if ((int64_t)held.size() < M * step) held.resize(M * step);
+        to = held.data();
+        const int64_t all = A - of + K;
+        for (int64_t m = 0; m < M; ++m) {
+            int64_t k = made;
+            for (V x; k + V::size() <= all; k += V::size()) at::vec::load_fp32_from_bf16(of + m * lda + k, x), x.store(to + m * step + k);
+            for (; k < all; ++k) to[m * step + k] = of[m * lda + k];
+        }
+        made = all;
+    }
+};
+#endif
+{%- endif %}
+
 template <int ROWS, bool accum>
-inline void {{kernel_name}}_rows(
-    const {{input_t}}* {{restrict_keyword}} A, const {{input2_t}}* {{restrict_keyword}} B, {{output_t}}* {{restrict_keyword}} C,
+__attribute__((noinline)) void {{kernel_name}}_rows(  // where it is part of another function, GCC now and then keeps sums in memory
+    const {{"float" if widened else input_t}}* {{restrict_keyword}} A, const {{input2_t}}* {{restrict_keyword}} B, {{output_t}}* {{restrict_keyword}} C,
     int64_t K, int64_t lda, int64_t ldb, int64_t ldc, const char* next, int64_t pace
 ) {
     using V = at::vec::Vectorized<float>;
@@ -45,18 +75,20 @@ inline void {{kernel_name}}_rows(
     const auto high = [](Pairs x) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_and_si{{bits}}(x, _mm{{bits}}_set1_epi32(0xffff0000)))); };
     for (int64_t k = 0; k < K; k += 2) {
         {{- ask(4 * block)}}
-        V first[COLUMNS], second[COLUMNS];
-        _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) {
-            const Pairs b = _mm{{bits}}_loadu_si{{bits}}((const Pairs*)(B + k * ldb + 2 * SIZE * c));
-            first[c] = low(b), second[c] = high(b);
+        const {{input2_t}}* both = B + k * ldb;
+{%- for half in ("low", "high") %}
+        {
+            V b[COLUMNS];
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) b[c] = {{half}}(_mm{{bits}}_loadu_si{{bits}}((const Pairs*)(both + 2 * SIZE * c)));
+            _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
+                const V a(A[r * lda + k + {{loop.index0}}]);
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(a, b[c], sum[r][c]);
+            }
         }
-        _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
-            int32_t pair;
-            std::memcpy(&pair, A + r * lda + k, sizeof(pair));
-            const Pairs a = _mm{{bits}}_set1_epi32(pair);
-            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(low(a), first[c], sum[r][c]);
-            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(high(a), second[c], sum[r][c]);
-        }
+{%- if loop.first %}
+        asm("" : "+r"(both));  // read again, and not kept: the sums of six rows and what is added to them take all registers that there are
+{%- endif %}
+{%- endfor %}
     }
 {%- elif pairs %}
     for (int64_t k = 0; k < K; k += 2) {
@@ -94,11 +126,14 @@ inline void {{kernel_name}}_rows(
 {{declare_kernel}} {
     const int64_t turns = std::max<int64_t>((M + {{most - 1}}) / {{most}}, 1), pace = ldb * sizeof(*B) / turns;  // each asks for its part of what comes next
     const char* next = (const char*)B + {{ahead}};
+{%- if widened %}
+    const float* {{restrict_keyword}} floats = widened(A, M, K, lda);
+{%- endif %}
     for (int64_t m = 0, left = turns; left > 0; --left, next += K * pace) {
         const int64_t rows = (M - m + left - 1) / left;  // whose sums stay in registers
         switch (rows) {
 {%- for rows in range(1, most + 1) %}
-            case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>(A + m * lda, B, C + m * ldc, K, lda, ldb, ldc, next, pace); break;
+            case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>({{"floats + m * widened.step" if widened else "A + m * lda"}}, B, C + m * ldc, K, {{"widened.step" if widened else "lda"}}, ldb, ldc, next, pace); break;
 {%- endfor %}
         }
         m += rows;
@@ -146,7 +181,7 @@ def few_rows(dtype: torch.dtype) -> Any:
                     "kernel": kernel,
                     "pairs": pairs and not unpacked,
                     "unpacked": unpacked,
-                    "widened": pairs and not unpacked and not multiplies_pairs(),
+                    "widened": self._widened(),
                     "bits": 32 * size,
                     "block": columns,
                     "most": SUMS[size] * size // columns,
@@ -157,6 +192,18 @@ def few_rows(dtype: torch.dtype) -> Any:
                 }
                 text: str = inductor.KernelTemplate._template_from_string(SOURCE).render(names)
                 return text
+
+            def _widened(self) -> bool:
+                return pairs and not self.pack_vnni_B_locally and not multiplies_pairs()
+
+            def codegen_init(self, kernel: Any) -> str:
+                return "Floats widened;" if self._widened() else ""
+
+            def get_kernel_extra_args_declare(self) -> str:
+                return "Floats& widened," if self._widened() else ""
+
+            def get_kernel_extra_args(self, **more: Any) -> list[str]:
+                return ["widened,"] if self._widened() else []
 
             def get_b_layout(self) -> Any:
                 return inductor.LayoutType.VNNI2 if pairs else inductor.LayoutType.NORMAL
