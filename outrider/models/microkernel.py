@@ -1,5 +1,5 @@
 """A product of few rows by a packed matrix, the sums of many rows in registers: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels widen to
-float32 first and take three times as long at eight rows, or, on processors without (AVX2, AVX512), of pairs that are widened as they are read by rows that were before, where
+float32 first and take three times as long at eight rows, or, on processors without (AVX2, AVX512), of weights that are widened as they are read and rows that are once for all of them, where
 oneDNN's are slower than eager ones; in float32 (AVX512, AVX2), where oneDNN's take half as long again at one row, or twice, and Inductor's a third longer at nine.
 Registered with Inductor, which packs the weights, splits the work between threads and fuses what follows; a row's result does not depend on how many there are. In bfloat16 on a processor with tiles (AMX) Inductor takes its own kernel of them, of which the same is true.
 
@@ -52,13 +52,13 @@ struct Floats {
 {%- endif %}
 
 template <int ROWS, bool accum>
-__attribute__((noinline)) void {{kernel_name}}_rows(  // where it is part of another function, GCC now and then keeps sums in memory
+{{"inline" if bits == 512 else "__attribute__((noinline))"}} void {{kernel_name}}_rows(
     const {{"float" if widened else input_t}}* {{restrict_keyword}} A, const {{input2_t}}* {{restrict_keyword}} B, {{output_t}}* {{restrict_keyword}} C,
     int64_t K, int64_t lda, int64_t ldb, int64_t ldc, const char* next, int64_t pace
 ) {
     using V = at::vec::Vectorized<float>;
     constexpr int SIZE = V::size(), COLUMNS = {{block}} / SIZE;
-    V sum[ROWS][COLUMNS];
+    V sum[ROWS][COLUMNS];  // in registers: of sixteen they take so many that GCC, where this is a part of another function, keeps some in memory
     _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
             sum[r][c] = accum ? V::loadu(C + r * ldc + SIZE * c) : V(0.f);
