@@ -1,5 +1,6 @@
 """A package on disk and in memory: its threads, its weights, and what the clock said of it."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -145,7 +146,7 @@ def test_a_package_that_was_faster_before_is_not_timed_again(fresh, monkeypatch,
     assert {own.threads for own in fresh().compiled.packages.values()} == {1} and placed == ["one", "prefill"], "more threads than there are"
 
 
-@pytest.mark.parametrize("trouble", ["rebuilt", "another processor", "damaged", "of another kind"])
+@pytest.mark.parametrize("trouble", ["rebuilt", "another processor", "damaged", "of another kind", "never", "always"])
 def test_what_was_said_of_another_package_is_not_believed(fresh, monkeypatch, trouble):
     wide = fresh().compiled.packages["any"]
     note = wide.file.with_suffix(".json")
@@ -154,6 +155,8 @@ def test_what_was_said_of_another_package_is_not_believed(fresh, monkeypatch, tr
         os.utime(wide.file, (1, 1))
     elif trouble == "another processor":
         monkeypatch.setattr(package.processor, "name", lambda: "another")
+    elif trouble in ("never", "always"):
+        note.write_text(json.dumps(json.loads(note.read_text()) | {"least": 10**9 if trouble == "never" else 1}))
     else:
         note.write_text(note.read_text()[:-1] if trouble == "damaged" else '["of", "threads"]')
     later = package.Package(wide.file, wide.weights, True)

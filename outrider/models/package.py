@@ -82,7 +82,7 @@ class Package:
         """Was this very file found worth having on this very processor before? Then its threads are what they were, and what else was found."""
         try:
             found = json.loads(self._beside().read_text("utf-8"))
-            if found["of"] == self.of and 1 <= found["threads"] <= self.threads and found["least"] > 1:
+            if found["of"] == self.of and 1 <= found["threads"] <= self.threads and 1 < found["least"] <= MANY:
                 self.threads, self.least = self.kept = int(found["threads"]), int(found["least"])
                 return True
         except (OSError, ValueError, KeyError, TypeError):
