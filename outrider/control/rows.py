@@ -27,7 +27,8 @@ class Row:
     """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
     vain, and the length of the text when it last read it; how deep drafts are worth looking at
     (`reach`); by drafter that costs something, how likely its guesses were of late, as was believed when they were made (`sure`), and how many steps of its own
-    each took (`steps`), which is less than one where it reads ahead; by drafter that has guessed, how much likelier its guesses are here than in all texts (`bias`); by drafter that had to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps; by drafter that may begin with a text's end, with how many tokens it did, 0: with all (`tail`); by drafter that was looked at, how it
+    each took (`steps`), which is less than one where it reads ahead; by drafter that has guessed, how much likelier its guesses are here than in all texts (`bias`); by drafter that had to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps; by drafter that may begin with a text's end, with how many tokens it did, 0: with all (`tail`); by drafter that was asked beside others' guesses, what that brought of late in
+    plain steps, the step before which it is not asked so again, and how many steps that will be the next time (`beside`); by drafter that was looked at, how it
     is asked for the chance of its first token (`looks`), if it can tell."""
 
     history: int = 0
@@ -40,6 +41,7 @@ class Row:
     owing: dict[str, list[float]] = field(default_factory=dict)
     bias: dict[str, Bias] = field(default_factory=dict)
     tail: dict[str, int] = field(default_factory=dict)
+    beside: dict[str, tuple[float, int, int]] = field(default_factory=dict)
     worth: float = 0.0
     looked: int = 0  # so often
     seldom: int = 1  # LOST, or 1

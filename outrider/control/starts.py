@@ -1,7 +1,8 @@
 """May a drafter start? One that costs little is asked first and judged by its guess; one that costs much, or must read first,
 must promise more than what is there, save what its reading takes, and leave the others their credit. What it promises is known by how
 sure it was of its last guesses in this text; of a text in which it made none, by what it was in texts before, each as a chance of its own: one that
-is right nearly always in a third of them is worth asking in all. What came of earlier promises to save is remembered.
+is right nearly always in a third of them is worth asking in all. What came of earlier promises to save is remembered, and who brings less than asking it
+takes, beside what others have guessed, is asked beside them ever more rarely.
 
 What does not seem to pay is tried anyway now and then, ever more rarely, within a budget: what a try brings it has not cost.
 """
@@ -16,6 +17,8 @@ from outrider.measure.cost import DEEPEST, FAR
 
 RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
 BESIDE = 0.7  # of what others' guesses promise: what one that reads ahead must be worth by itself, to be asked beside them
+BROUGHT = 0.3  # weight of what a drafter brought in the last step in which it was asked beside others' guesses
+APART, SELDOM = 3, 16  # steps until one is asked beside others' guesses again that brought less there than it took, at first and at most
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
 SAMPLE = 8  # steps, of one of which all is learned, and nobody is left out for what another is worth
@@ -89,11 +92,16 @@ class Starts:
         how much of that is right, and goes on where it is not: it need not be worth as much, and is heard once in a text in which it was not asked yet."""
         nodes, have = step.best(draft)
         ahead = len(step.rows) == 1 and self._ahead(step.rows[0], name)
+        if ahead and step.number < step.rows[0].beside.get(name, (0.0, 0, APART))[1]:
+            return False
         if not (ahead or all(name in row.sure for row in step.rows)):
             return False
         if step.spent + step.page.drafting[name][1] + step.page.seconds[max(nodes, 1)] > step.room:  # what is there would have to be left
             return False
-        return self._promise(step, name, have) * self._tilt(name, draft) >= have * (BESIDE if ahead else 1 + RISK)
+        pays = self._promise(step, name, have) * self._tilt(name, draft) >= have * (BESIDE if ahead else 1 + RISK)
+        if pays and ahead:
+            step.beside = name, nodes, step.spent, have
+        return pays
 
     def _left(self, step: Step, name: str) -> bool:
         """Is the step left to another, which reads ahead and so says the same where it is right? To one that is worth as much by itself in this text as the look
@@ -227,7 +235,12 @@ class Starts:
             self.pause[name], self.due[name] = PROBE, number + PATIENCE
 
     def used(self, step: Step, seqs: list[Sequence], record: StepRecord) -> None:
-        """How sure drafters were of their guesses, and what those that had to read for long save in a step."""
+        """How sure drafters were of their guesses, and what those that had to read for long save in a step; what came of asking one beside others."""
+        if step.beside is not None and record.draft is not None and record.levels.get(step.beside[0]):
+            name, row = step.beside[0], step.rows[0]
+            worth, _, pause = row.beside.get(name, (0.0, 0, APART))
+            worth += BROUGHT * (step.brought(*step.beside, record) - worth)
+            row.beside[name] = (worth, 0, APART) if worth >= 0 else (worth, step.number + pause, min(2 * pause, SELDOM))
         for name, levels in record.levels.items():
             if not levels or step.page.prices[name] <= DEAR or record.draft is None:
                 continue

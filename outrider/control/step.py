@@ -20,7 +20,7 @@ PROBED = 2  # levels of a drafter that is tried
 @dataclass(slots=True)
 class Step:
     """`number`: of all steps; `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to
-    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `tails`: by drafter that is told where to begin in this step, with how many tokens of the text's end, 0: with all. `known`: (nodes the draft had, nodes a row that
+    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `tails`: by drafter that is told where to begin in this step, with how many tokens of the text's end, 0: with all. `beside`: a drafter that is asked beside what others have guessed; without it, the nodes that were best, what was spent, and tokens for the time of a plain step. `known`: (nodes the draft had, nodes a row that
     were best, the score of that)."""
 
     tables: Tables
@@ -43,6 +43,7 @@ class Step:
     reads: bool = False  # does a drafter read before it begins?
     names: list[str] = field(default_factory=list)  # who may be asked
     tails: dict[str, int] = field(default_factory=dict)
+    beside: tuple[str, int, float, float] | None = None
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
     def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:
@@ -171,6 +172,18 @@ class Step:
                 total += survival[n] / (survival[parent] if parent >= 0 else 1.0)
                 own += 1
         return own, total / own if own else 0.0
+
+    def brought(self, name: str, nodes: int, spent: float, have: float, record: StepRecord) -> float:
+        """Plain steps that a drafter saved which was asked beside others' guesses (`beside`): what the tokens that are its own would have taken at the pace that there was
+        without it, and what it spared of wrong guesses, less what asking it took."""
+        draft, bit, made, right = record.draft, self.tables.bits[name], min(record.nodes(), DEEPEST), 0
+        assert draft is not None
+        while right < len(record.kept) and draft.source[record.kept[right]] & ~bit:
+            right += 1
+        others = sum([source & ~bit > 0 for source in draft.source])
+        nodes = min(nodes, made) if right == max(others, len(record.kept)) else nodes  # more of theirs may have been right
+        verify = self.page.verify
+        return (record.accepted[0] - min(right, nodes)) / have - (self.spent + verify[made] - spent - verify[nodes])
 
     def judged(self, record: StepRecord) -> None:
         """What the verdicts say of the drafters in these texts."""
