@@ -40,6 +40,7 @@ FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
 CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2")  # policies whose replays are compared with live runs
 SLOWER = 20
+MEASURED = 10  # prompts after which it is measured again what steps cost: on a machine with neighbours that changes within minutes
 
 
 class Writer:
@@ -140,13 +141,14 @@ def _interleaved(
     progress: Callable[[str], None],
     measure: Callable[[], object],
 ) -> tuple[dict[str, dict[str, float]], Counter[str], dict[str, float]]:
-    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. Before each round
-    `measure` is called."""
+    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. `measure` is called before each round, and
+    in it after so many prompts (MEASURED)."""
     names, found, why = list(contenders), {name: {p.id: list[float]() for p in asked} for name in contenders}, Counter[str]()
     deciding: dict[str, list[float]] = {PLAIN: [], ADAPTIVE: [], LOOKING: []}
     for turn in range(rounds):
-        measure()
         for i, prompt in enumerate(asked):
+            if i % MEASURED == 0:
+                measure()
             progress(f"round {turn + 1} of {rounds}: {prompt.id}")
             for name in (names + names)[(i + turn) % len(names) :][: len(names)]:
                 seq = contenders[name](prompt, max_tokens)
