@@ -164,9 +164,9 @@ def test_in_a_batch_a_level_is_a_step() -> None:
         ([0, 1, 2, 3, 4, 5, 6, 7], "bbmmmmmm", 0.4, 6 / 2 - 0.4),  # lookup was wrong at the third
         ([], "mmmmllll", 0.4, 0.0 - 0.4),  # nobody was right
         ([0, 1], "llm", 0.4, -0.4),  # lookup was right as far as it was heard
-        ([0, 1, 2, 3], "bbbb", 0.4, -0.4),
-        ([0, 1, 2], "llmm", 0.4, 1 / 2 + 0.4 - 0.4),  # and here it was not: eight of its guesses would have been verified, and not four
-        ([0, 1], "lll", 0.4, 0.5 - 0.4),  # nor here
+        ([0, 1, 2, 3], "bbbb", 0.4, -0.4),  # and was heard no further
+        ([0, 1, 2], "llmm", 0.4, 1 / 2 + 0.4 - 0.4),  # lookup was wrong at the third: eight of its guesses would have been verified, and not four
+        ([0, 1], "lll", 0.4, 0.5 - 0.4),  # the same, and the model had nothing better
     ],
 )
 def test_what_was_asked_beside_others_has_brought(kept: list[int], sources: str, spent: float, told: float) -> None:
