@@ -224,7 +224,7 @@ def by_path(draft: Draft) -> dict:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("union", [False, True], ids=["alone", "after another"])
 def test_lookup_goes_many_levels_in_one_call_as_in_many(seed, union):
-    """`after another`: part of its chain was guessed by others, whose nodes gain the source and keep their score."""
+    """`after another`: part of its chain was guessed by others, whose nodes gain the source and keep their score; `again` has its own."""
     rng = np.random.default_rng(seed)
     seqs = [sequence(rng.integers(0, 3, 40).tolist(), f"l{r}") for r in range(2)]
     lookup, depth = Lookup(cap=8), int(rng.integers(1, 9))
@@ -245,6 +245,10 @@ def test_lookup_goes_many_levels_in_one_call_as_in_many(seed, union):
         shared = [s for s in slow.source if s == 5]
         assert len(slow.source) == len(by_path(slow)) and slow.source.count(1) + len(shared) == len(draft)
         assert [x for x, s in zip(slow.score, slow.source, strict=True) if s & 1] == draft.score
+        own = {path: score for path, (_, score, _) in by_path(alone).items()}
+        for path, n in zip(by_path(slow), range(len(slow)), strict=True):
+            assert slow.said(n, 1) == slow.score[n] and (not slow.source[n] & 4 or slow.said(n, 4) == own[path])
+        assert (slow.again is None) == (not shared)
 
 
 def mixed(draft: Draft, rng: np.random.Generator) -> Draft:
@@ -270,7 +274,34 @@ def test_a_run_below_a_place_is_grown_node_by_node(seed):
     path = tree.ancestors(grown, end)[len(tree.ancestors(grown, place)) :]
     assert tree.below(grown, place, tokens) == path and tree.below(draft, place, tokens) == [n for n in path if n < len(draft)]
     assert grown.text(path) == tokens and all(grown.source[n] & 8 for n in path)
-    assert [s & 8 for s in draft.source] == [0] * len(draft), "the draft it grew from is as it was"
+    assert [s & 8 for s in draft.source] == [0] * len(draft) and draft.again is None, "the draft it grew from is as it was"
+    assert [grown.said(n, 8) for n in path] == scores[: len(tokens)] and grown.score[: len(draft)] == draft.score
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_what_was_said_again_each_score_is_kept(seed):
+    """Many nodes in one call as one by one, by a second drafter and a third; nodes that were drawn are none of theirs. What is selected of it says the same."""
+    rng = np.random.default_rng(seed)
+    draft = first = mixed(random_draft(rng, 2, 3, int(rng.integers(1, 15))), rng)
+    want, told = draft, {}
+    for mark in (8, 16, 8):
+        parents = rng.integers(-2, len(first), 6).tolist()
+        pairs = list(dict.fromkeys(zip(parents, rng.integers(0, 3, 6).tolist(), strict=True)))
+        scores = rng.random(len(pairs)).tolist()
+        draft = tree.grow(draft, [p for p, _ in pairs], [t for _, t in pairs], mark, score=scores)
+        for (parent, token), score in zip(pairs, scores, strict=True):
+            want = tree.grow(want, [parent], [token], mark, score=score)
+            told.setdefault((parent, token, mark), score)
+    assert draft == want and draft.score[: len(first)] == first.score
+    for n, (parent, token, kind) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)):
+        for mark in (8, 16):
+            mine = kind == POINT and (parent, token, mark) in told
+            assert draft.said(n, mark) == (told[parent, token, mark] if mine else draft.score[n]) and bool(draft.source[n] & mark) == mine
+    keep = sorted({n for s in range(len(draft)) if rng.random() < 0.4 for n in tree.ancestors(draft, s)})
+    for kept in (keep, list(range(len(draft) // 2))):
+        some = tree.select(draft, kept)
+        assert [some.said(new, mark) for new in range(len(kept)) for mark in (1, 8, 16)] == [draft.said(n, mark) for n in kept for mark in (1, 8, 16)]
+        assert all(n < len(kept) for n, _ in some.again or {})
 
 
 def test_a_step_that_drafts_nothing_makes_no_lists():

@@ -13,6 +13,7 @@ import pytest
 from outrider.control.hedge import Hedge
 from outrider.control.predict import CEILING, FLOOR, LADDER, Counters, Tage, bucket, logit, predictor, sigmoid
 from outrider.control.tables import LESSONS, Lesson, Tables, past
+from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Plan, Reading, StepRecord
 from outrider.measure.cost import Costs, situation
@@ -248,6 +249,17 @@ def test_drafters_that_were_not_asked_to_be_right_are_graded() -> None:
     tables.take_in([Lesson(r, AT, [0], {"a": 0, "b": 0}, False, 1.0)] * 9)
     assert tables.hedge.graded == {"a": 9, "b": 9} and tables.hedge.shares(["a", "b"])["b"] > 0.7
     assert tables.next.share("b s 0", 0.6) > 0.9 and tables.next.share("a s 0", 0.6) < 0.3
+
+
+def test_each_drafter_is_learned_of_by_its_own_scores() -> None:
+    """Of two nodes that both have said, one below the other."""
+    bits, seen = {"a": 1, "b": 2}, []
+    tables, r = tables_of(bits), record({"a": [1, 2]}, [1, 2, 3], bits, kept=(0, 1))
+    r = replace(r, draft=tree.run(r.draft, -1, [1, 2], bits["b"], [0.97, 0.23]), levels={"a": 2, "b": 2})
+    tables.predictor.update = lambda name, depth, score, *rest: seen.append((name, depth, score))
+    tables.take_in([Lesson(r, AT, [0], {"a": 0, "b": 0}, False, 1.0)])
+    assert seen == [("a", 1, 0.6), ("b", 1, 0.97), ("a", 2, 0.6), ("b", 2, 0.23)]
+    assert {cell for cell in tables.next.cells if cell[2:].isdigit()} == {f"a {bucket(0.6)}", f"b {bucket(0.97)}"}
 
 
 def test_lessons_are_sampled_without_an_eye_on_the_verdict() -> None:

@@ -81,10 +81,12 @@ def test_a_chain_a_lone_child_and_what_is_drawn_count_for_no_rank() -> None:
 
 
 def test_each_drafter_is_ranked_among_its_own() -> None:
-    """The other's likelier token takes no rank away. What both guessed has the score of who was first: such a place counts for neither."""
+    """The other's likelier token takes no rank away, and what both guessed has for each the score that it gave."""
     nodes = [(-1, 5, 2, 0.9), (-1, 6, 2, 0.5), (-1, 7, 1, 0.4), (-1, 8, 1, 0.3)]
     assert counted(record(nodes, [6, 1])) == {"model r0": [1, 0], "model r1": [1, 0], "other r0": [1, 0], "other r1": [1, 1]}
-    assert counted(record([(-1, 5, 2, 0.9), (-1, 6, 3, 0.5), (-1, 7, 1, 0.4)], [6, 1])) == {}
+    both = record([(-1, 5, 2, 0.9), (-1, 6, 3, 0.5), (-1, 7, 1, 0.4)], [6, 1])
+    both.draft.again = {(1, BITS["model"]): 0.3}
+    assert counted(both) == {"model r0": [1, 0], "model r1": [1, 1], "other r0": [1, 0], "other r1": [1, 1]}
 
 
 def test_ranks_beyond_the_eighth_are_not_told_apart() -> None:

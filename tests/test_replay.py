@@ -78,6 +78,20 @@ def test_what_the_target_read_counts_for_the_guard_and_not_as_decoding(recorded:
         assert [r.seconds["prefill"] for r in again.records] == [pytest.approx(text.prefill), *[0.0] * (again.steps - 1)]
 
 
+def test_a_drafter_is_recorded_with_its_own_scores() -> None:
+    """As if it were alone, also where another says the same."""
+    known, same = Costs({}), 0
+    known.verified(situation("", 1, 10, False), 0, 1.0)
+    both = record(toys(), PROMPTS, 40, known, progress=lambda line: None)
+    for name in ("lookup", "model"):
+        rt = toys()
+        rt.engine = Engine(rt.engine.target, {name: rt.engine.drafters[name]}, fixed(Plan()), 1)
+        for text, alone in zip(both.texts, record(rt, PROMPTS, 40, known, progress=lambda line: None).texts, strict=True):
+            assert text.tokens == alone.tokens and text.guesses[name] == alone.guesses[name]
+            same += sum(a[:1] == b[:1] for (a, _), (b, _) in zip(*text.guesses.values(), strict=True) if a)
+    assert same > 20, "both say the same now and then"
+
+
 def test_recording_leaves_the_controller_as_it_was() -> None:
     rt, known = toys(), Costs({})
     known.verified(situation("", 1, 10, False), 0, 1.0)

@@ -26,6 +26,13 @@ from outrider.measure.trace import verdicts
 BITS = {"lookup": 1, "model": 2}
 
 
+class Told:
+    """A predictor whose answer hangs on all that a page tells apart."""
+
+    def predict(self, name: str, depth: int, score: float, history: int) -> float:
+        return 0.2 + 0.7 * random.Random(f"{name} {depth} {score} {history & 3}").random()
+
+
 def chain(rng: random.Random, most: int = 40) -> Draft:
     """A chain of one row by one or two drafters, in runs of equal scores."""
     count = rng.randint(1, most)
@@ -56,6 +63,26 @@ def test_the_best_of_a_chain_is_the_best_of_a_tree_that_is_one(seed: int, monkey
         assert made().best(draft)[0] == 0
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_another_says_again_is_weighed_anew(seed: int) -> None:
+    """A draft that was weighed when one had guessed is worth, when another has, what it is worth to who sees it for the first time: also where every node of it was there.
+    Each is believed by its own score, and a node as likely as the surest of them says."""
+    rng, tables = random.Random(seed), Tables(BITS, Costs({}), "static")
+    tables.predictor = Told()
+    verify = [1 + 0.11 * n for n in range(DEEPEST + 1)]
+    page = Page(Situation("", 1, 512, False), 1.0, 1.0, False, 1.0, verify, verify, {}, {}, {}, 1.0, DEEPEST, 1.0)
+    made = lambda: Step(tables, page, [Row()], 1, 9.0, 1.0)  # noqa: E731
+    tokens, step = [rng.randrange(3) for _ in range(6)], made()
+    first = tree.run(tree.empty(1), -1, tokens, 1, [0.4] * 6)
+    step.best(first)
+    again = tokens if seed % 2 else [*tokens[:3], *[rng.randrange(3) for _ in range(4)]]
+    both = tree.run(first, -1, again, 2, [rng.random() for _ in again])
+    assert step.best(both) == made().best(both) and step.survivals(both) == made().survivals(both)
+    for n, survival in enumerate(step.survivals(both)):
+        own = [tables.chance(name, both.depth[n], both.said(n, bit), 0) for name, bit in BITS.items() if both.source[n] & bit]
+        assert survival == pytest.approx(max(own) * (step.survival[both.parent[n]] if both.parent[n] >= 0 else 1.0))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_drafter_alone_is_worth_what_its_best_depth_is(seed: int) -> None:
     """Tokens for the time of a plain step, each depth weighed by powers of the chance; and it is kept by drafter, chance and steps."""
@@ -71,13 +98,6 @@ def test_a_drafter_alone_is_worth_what_its_best_depth_is(seed: int) -> None:
         worth = [sum((percent / 100) ** i for i in range(k + 1)) / cost[k - 1] for k in range(1, 17)]
         score, depth = tables.depth(page, name, percent / 100, steps)
         assert score == pytest.approx(max(worth)) == pytest.approx(worth[depth - 1])
-
-
-class Told:
-    """A predictor whose answer hangs on all that a page tells apart."""
-
-    def predict(self, name: str, depth: int, score: float, history: int) -> float:
-        return 0.2 + 0.7 * random.Random(f"{name} {depth} {score} {history & 3}").random()
 
 
 def test_what_was_weighed_serves_again_only_where_nothing_differs() -> None:

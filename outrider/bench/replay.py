@@ -175,7 +175,7 @@ def _own(record: StepRecord, bit: int) -> tuple[list[int], list[float]]:
     draft = record.draft
     assert draft is not None
     nodes = [n for n, source in enumerate(draft.source) if source & bit]
-    return draft.text(nodes), [round(draft.score[n], 5) for n in nodes]
+    return draft.text(nodes), [round(draft.said(n, bit), 5) for n in nodes]
 
 
 class World:

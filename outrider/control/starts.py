@@ -17,7 +17,10 @@ from outrider.measure.cost import DEEPEST, FAR
 
 RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
 BESIDE = 0.7  # of what others' guesses promise: what one that reads ahead must be worth by itself, to be asked beside them
-BROUGHT = 0.3  # weight of what a drafter brought in the last step in which it was asked beside others' guesses
+HOPED, BROUGHT = (
+    0.2,
+    0.1,
+)  # plain steps that a drafter is thought to bring beside others' guesses before it was asked so, and the weight of what it brought each time: rare gains outweigh many small losses
 APART, SELDOM = 3, 16  # steps until one is asked beside others' guesses again that brought less there than it took, at first and at most
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
@@ -238,7 +241,7 @@ class Starts:
         """How sure drafters were of their guesses, and what those that had to read for long save in a step; what came of asking one beside others."""
         if step.beside is not None and record.draft is not None and record.levels.get(step.beside[0]):
             name, row = step.beside[0], step.rows[0]
-            worth, _, pause = row.beside.get(name, (0.0, 0, APART))
+            worth, _, pause = row.beside.get(name, (HOPED, 0, APART))
             worth += BROUGHT * (step.brought(*step.beside, record) - worth)
             row.beside[name] = (worth, 0, APART) if worth >= 0 else (worth, step.number + pause, min(2 * pause, SELDOM))
         for name, levels in record.levels.items():

@@ -20,7 +20,7 @@ PROBED = 2  # levels of a drafter that is tried
 @dataclass(slots=True)
 class Step:
     """`number`: of all steps; `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to
-    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `tails`: by drafter that is told where to begin in this step, with how many tokens of the text's end, 0: with all. `beside`: a drafter that is asked beside what others have guessed; without it, the nodes that were best, what was spent, and tokens for the time of a plain step. `known`: (nodes the draft had, nodes a row that
+    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `tails`: by drafter that is told where to begin in this step, with how many tokens of the text's end, 0: with all. `beside`: a drafter that is asked beside what others have guessed; without it, the nodes that were best, what was spent, and tokens for the time of a plain step. `known`: (a draft, nodes a row of it that
     were best, the score of that)."""
 
     tables: Tables
@@ -32,7 +32,7 @@ class Step:
     spent: float = 0.0
     levels: dict[str, int] = field(default_factory=dict)
     survival: list[float] = field(default_factory=list)
-    known: tuple[int, int, float] = (0, 0, 1.0)
+    known: tuple[Draft | None, int, float] = (None, 0, 1.0)
     expected: float = 1.0
     going: str = ""  # the drafter that was asked for last
     own: list[float] = field(default_factory=list)  # survival of the chain that it makes by itself
@@ -98,7 +98,7 @@ class Step:
         """Chances of a guess that is not yet made and of those below it. Who is sure goes on to be: they are as likely as the guess before."""
         if place < 0:
             return self.tables.first(name, self.rows[~place].history), self.page.after[name]
-        chance = self.chance(self.rows[draft.row[place]], name, draft.depth[place], draft.score[place])
+        chance = self.chance(self.rows[draft.row[place]], name, draft.depth[place], draft.said(place, self.tables.bits[name]))
         return chance, chance
 
     def chance(self, row: Row, name: str, depth: int, score: float) -> float:
@@ -138,14 +138,14 @@ class Step:
 
     def survivals(self, draft: Draft) -> list[float]:
         """Per node: that it and all before it are accepted. Nodes once seen are not looked at again in the same step."""
-        out, marks, p = self.survival, self.tables.marks, 0.0
+        out, marks, bits, again, p = self.survival, self.tables.marks, self.tables.bits, draft.again is not None, 0.0
         before, known = 0, -1.0  # deep nodes of one source and one score are as likely as each other
         for n in range(len(out), len(draft)):
             depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
-            if depth <= LEVELS or source != before or score != known:
+            if depth <= LEVELS or source != before or score != known or again:
                 row, p = self.rows[draft.row[n]], 0.0
                 for name in marks.of(source):
-                    p = max(p, self.chance(row, name, depth, score))
+                    p = max(p, self.chance(row, name, depth, draft.said(n, bits[name]) if again else score))
                 before, known = source, score
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
         return out
@@ -221,10 +221,12 @@ class Step:
 
     def best(self, draft: Draft) -> tuple[int, float]:
         """(nodes a row that are best verified, the score of that)."""
-        if self.known[0] == len(draft):
+        if self.known[0] is draft:
             return self.known[1:]
+        if draft.again is not None:
+            self.survival.clear()  # what was said again may be likelier than when it was first seen
         if tree.straight(draft):
-            self.known = len(draft), *self._best_of_chain(draft)
+            self.known = draft, *self._best_of_chain(draft)
             return self.known[1:]
         rows, survival, verify = draft.rows, self.apart(draft), self.page.verify
         lines = [sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)]
@@ -237,7 +239,7 @@ class Step:
             score = gained / rows / (self.spent + verify[n])
             if score > best and score >= least:
                 best, at = score, n
-        self.known = len(draft), at, best
+        self.known = draft, at, best
         return at, best
 
     def _best_of_chain(self, draft: Draft) -> tuple[int, float]:

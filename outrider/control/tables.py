@@ -299,12 +299,12 @@ class Tables:
 
     def _node(self, name: str, draft: Draft, n: int, history: int, verdict: bool, weight: int) -> None:
         """One graded node, standing for `weight` of them."""
-        parent = draft.parent[n]
-        self.predictor.update(name, draft.depth[n], draft.score[n], past(history, draft.depth[n]), verdict, weight)
+        parent, bit = draft.parent[n], self.bits[name]
+        self.predictor.update(name, draft.depth[n], draft.said(n, bit), past(history, draft.depth[n]), verdict, weight)
         if parent < 0:
             self.next.count(f"{name} s {history & 3}", verdict, weight)
         else:
-            self.next.count(f"{name} {bucket(draft.score[parent])}", verdict, weight)
+            self.next.count(f"{name} {bucket(draft.said(parent, bit))}", verdict, weight)
             self.next.count(f"{name} ?", verdict, weight)
 
     def _hedge(self, lesson: Lesson, draft: Draft, right: dict[str, int]) -> None:

@@ -90,20 +90,19 @@ def grow(
     """The draft with one node per (parent place, token).
 
     A point whose twin (same parent, same token, also a point) is there already is not added twice: the twin gains the
-    source. `q` [s, V] are new distributions, `q_row` points into them (-1 for points).
+    source, and `again` holds its score. `q` [s, V] are new distributions, `q_row` points into them (-1 for points).
     """
     parents, tokens = list(map(int, parent)), list(map(int, token))  # arrays, too, and what they hold
     if len(tokens) == 1 and q is None:
         return _one_more(draft, parents[0], tokens[0], source, kind, float(score) if isinstance(score, (int, float)) else float(score[0]))
     scores = [float(score)] * len(tokens) if isinstance(score, (int, float)) else list(map(float, score))
-    sources, new = draft.source, list(range(len(tokens)))
+    new = list(range(len(tokens)))
     if kind == POINT and len(draft):
         known = {(p, t): i for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)) if k == POINT}
         twins = [known.get(pair, -1) for pair in zip(parents, tokens, strict=True)]
         new = [i for i, twin in enumerate(twins) if twin < 0]
         if len(new) < len(twins):
-            gained = {twin for twin in twins if twin >= 0}
-            sources = [s | source if i in gained else s for i, s in enumerate(sources)]
+            draft = _said_again(draft, [n for n in twins if n >= 0], source, [score for score, n in zip(scores, twins, strict=True) if n >= 0])
     offset, its_q = 0 if draft.q is None else len(draft.q), [] if q_row is None else list(map(int, q_row))
     return Draft(
         draft.rows,
@@ -111,11 +110,12 @@ def grow(
         draft.parent + [parents[i] for i in new],
         draft.row + [~p if (p := parents[i]) < 0 else draft.row[p] for i in new],
         draft.depth + [1 if (p := parents[i]) < 0 else draft.depth[p] + 1 for i in new],
-        sources + [source] * len(new),
+        draft.source + [source] * len(new),
         draft.kind + [kind] * len(new),
         draft.q_row + ([its_q[i] + offset if its_q[i] >= 0 else -1 for i in new] if its_q else [-1] * len(new)),
         draft.score + [scores[i] for i in new],
         q if draft.q is None else draft.q if q is None else cat([draft.q, q.to(draft.q.device)]),
+        draft.again,
     )
 
 
@@ -124,32 +124,35 @@ def _one_more(draft: Draft, parent: int, token: int, source: int, kind: int, sco
     if kind == POINT:
         for i, (p, t, k) in enumerate(zip(draft.parent, draft.token, draft.kind, strict=True)):
             if p == parent and t == token and k == POINT:
-                return _marked(draft, [i], source)
+                return _said_again(draft, [i], source, [score])
     row, depth = (~parent, 1) if parent < 0 else (draft.row[parent], draft.depth[parent] + 1)
     return Draft(
         draft.rows, [*draft.token, token], [*draft.parent, parent], [*draft.row, row], [*draft.depth, depth], [*draft.source, source],
-        [*draft.kind, kind], [*draft.q_row, -1], [*draft.score, score], draft.q,
+        [*draft.kind, kind], [*draft.q_row, -1], [*draft.score, score], draft.q, draft.again,
     )  # fmt: skip
 
 
-def _marked(draft: Draft, nodes: list[int], source: int) -> Draft:
-    """The draft whose `nodes` have gained a source."""
-    d, sources = draft, draft.source[:]
-    for n in nodes:
-        sources[n] |= source
-    return Draft(d.rows, d.token, d.parent, d.row, d.depth, sources, d.kind, d.q_row, d.score, d.q)
+def _said_again(draft: Draft, nodes: list[int], source: int, scores: list[float]) -> Draft:
+    """The draft of whose `nodes` another drafter thinks so much."""
+    d, sources, again = draft, draft.source[:], dict[tuple[int, int], float]()
+    if d.again is not None:
+        again.update(d.again)
+    for i, n in enumerate(nodes):
+        if not sources[n] & source:
+            sources[n] |= source
+            again[n, source] = scores[i]
+    return Draft(d.rows, d.token, d.parent, d.row, d.depth, sources, d.kind, d.q_row, d.score, d.q, again or None)
 
 
 def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[float]) -> Draft:
-    """The draft with a chain of points below `place`. What of it is there already gains the source."""
+    """The draft with a chain of points below `place`. What of it is there already gains the source, as in `grow`."""
     if tokens and not draft.token:
         n = len(tokens)
         return Draft(draft.rows, tokens, [place, *span(0, n - 1)], [~place] * n, span(1, n + 1), [source] * n, [POINT] * n, [-1] * n, scores, draft.q)
-    sources, parents, depths = draft.source[:], draft.parent[:], draft.depth[:]
     twins = below(draft, place, tokens) if draft.token else []
-    for n in twins:
-        sources[n] |= source
-    at, place = len(twins), twins[-1] if twins else place
+    if twins:
+        draft, place = _said_again(draft, twins, source, scores), twins[-1]
+    at, parents, depths = len(twins), draft.parent[:], draft.depth[:]
     count, node = len(tokens) - at, len(parents)
     row, depth = (~place, 0) if place < 0 else (draft.row[place], draft.depth[place])
     for _ in range(count):
@@ -158,8 +161,8 @@ def run(draft: Draft, place: int, tokens: list[int], source: int, scores: list[f
         depths.append(depth)
         place, node = node, node + 1
     return Draft(
-        draft.rows, draft.token + tokens[at:], parents, draft.row + [row] * count, depths, sources + [source] * count, draft.kind + [POINT] * count,
-        draft.q_row + [-1] * count, draft.score + scores[at:], draft.q,
+        draft.rows, draft.token + tokens[at:], parents, draft.row + [row] * count, depths, draft.source + [source] * count, draft.kind + [POINT] * count,
+        draft.q_row + [-1] * count, draft.score + scores[at:], draft.q, draft.again,
     )  # fmt: skip
 
 
@@ -241,12 +244,14 @@ def select(draft: Draft, keep: list[int]) -> Draft:
     """The draft with only the nodes `keep` (ascending, closed under parents), renumbered in that order."""
     d, new_name = draft, dict[int, int]()
     if keep == span(0, n := len(keep)):  # the first ones, as of a chain
-        return Draft(d.rows, d.token[:n], d.parent[:n], d.row[:n], d.depth[:n], d.source[:n], d.kind[:n], d.q_row[:n], d.score[:n], d.q)
+        again = d.again if d.again is None or n == len(d) else {pair: said for pair, said in d.again.items() if pair[0] < n} or None
+        return Draft(d.rows, d.token[:n], d.parent[:n], d.row[:n], d.depth[:n], d.source[:n], d.kind[:n], d.q_row[:n], d.score[:n], d.q, again)
     for n in keep:
         new_name[n] = len(new_name)
+    again = d.again if d.again is None else {(new_name[n], mark): said for (n, mark), said in d.again.items() if n in new_name} or None
     return Draft(
         d.rows, [d.token[n] for n in keep], [p if (p := d.parent[n]) < 0 else new_name[p] for n in keep], [d.row[n] for n in keep],
-        [d.depth[n] for n in keep], [d.source[n] for n in keep], [d.kind[n] for n in keep], [d.q_row[n] for n in keep], [d.score[n] for n in keep], d.q,
+        [d.depth[n] for n in keep], [d.source[n] for n in keep], [d.kind[n] for n in keep], [d.q_row[n] for n in keep], [d.score[n] for n in keep], d.q, again,
     )  # fmt: skip
 
 

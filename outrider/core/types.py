@@ -147,7 +147,8 @@ class Draft:
     Lists over nodes (a step has few, and plain lists are the quickest for few), parents before children, siblings in the
     order they are to be tried: token; parent (a place); row; depth (1 = follows the committed text); source (bit mask
     of drafters); kind (POINT, SAMPLED, DISTINCT); q_row (row of `q` it was drawn from, -1 for POINT); score (the
-    drafter's estimate that the node is accepted given its parent). Never changed in place.
+    estimate of the drafter that made the node that it is accepted given its parent). `again`: the estimates of those who
+    said the same later, by node and mark; None: nobody did. Never changed in place.
     """
 
     rows: int
@@ -160,9 +161,14 @@ class Draft:
     q_row: list[int] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
     q: Tensor | None = None
+    again: dict[tuple[int, int], float] | None = None
 
     def __len__(self) -> int:
         return len(self.token)
+
+    def said(self, n: int, mark: int) -> float:
+        """The score that the drafter with this mark gave a node; where it gave none, that of who made it."""
+        return self.score[n] if self.again is None else self.again.get((n, mark), self.score[n])
 
     def text(self, path: list[int]) -> list[int]:
         """The tokens of a path of nodes."""

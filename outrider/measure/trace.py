@@ -32,14 +32,13 @@ def verdicts(record: StepRecord) -> Iterator[tuple[int, bool]]:
 
 def by_rank(draft: Draft, graded: list[tuple[int, bool]], bit: int) -> Iterator[tuple[int, bool]]:
     """(rank, verdict) of what the drafter marked `bit` chose at places for which it had several tokens: rank 0 is its likeliest by score,
-    ties to the first, up to RANKS. A place with one token tells nothing of the others, drawn tokens are not the likeliest, and one that another drafter
-    proposed too may have that one's score: none of these counts."""
+    ties to the first, up to RANKS. A place with one token tells nothing of the others, and drawn tokens are not the likeliest: neither counts."""
     siblings: dict[int, list[tuple[float, int, bool]]] = {}
     for n, verdict in graded:
         if draft.source[n] & bit and draft.kind[n] == POINT:
-            siblings.setdefault(draft.parent[n], []).append((-draft.score[n], n, verdict))
+            siblings.setdefault(draft.parent[n], []).append((-draft.said(n, bit), n, verdict))
     for some in siblings.values():
-        if len(some) > 1 and all(draft.source[n] == bit for _, n, _ in some):
+        if len(some) > 1:
             yield from ((rank, verdict) for rank, (_, _, verdict) in enumerate(sorted(some)[:RANKS]))
 
 
@@ -95,6 +94,7 @@ def line(record: StepRecord) -> dict[str, Any]:
     plain["accepted_by"] = {f"{name} {depth}": n for (name, depth), n in record.accepted_by.items()}
     if plain["draft"]:
         plain["draft"].pop("q")
+        plain["draft"]["again"] = [[*pair, score] for pair, score in (plain["draft"]["again"] or {}).items()]
     return plain
 
 

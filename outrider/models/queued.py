@@ -63,5 +63,5 @@ def unknown(draft: Draft, place: int, count: int) -> Draft:
     zeros = [0] * count
     return Draft(
         1, draft.token + zeros, draft.parent + parents, draft.row + zeros, draft.depth + list(range(depth + 1, depth + count + 1)),
-        draft.source + zeros, draft.kind + zeros, draft.q_row + [-1] * count, draft.score + [1.0] * count,
+        draft.source + zeros, draft.kind + zeros, draft.q_row + [-1] * count, draft.score + [1.0] * count, draft.q, draft.again,
     )  # fmt: skip
