@@ -17,10 +17,8 @@ from outrider.measure.cost import DEEPEST, FAR
 
 RISK = 0.05  # what a plan must promise more, to start a drafter that costs something
 BESIDE = 0.7  # of what others' guesses promise: what one that reads ahead must be worth by itself, to be asked beside them
-HOPED, BROUGHT = (
-    0.2,
-    0.1,
-)  # plain steps that a drafter is thought to bring beside others' guesses before it was asked so, and the weight of what it brought each time: rare gains outweigh many small losses
+HOPED = 0.2  # plain steps that a drafter is thought to bring beside others' guesses before it was asked so
+BROUGHT = 0.1  # weight of what it brought each time: rare gains outweigh many small losses
 APART, SELDOM = 3, 16  # steps until one is asked beside others' guesses again that brought less there than it took, at first and at most
 PROBE, RARELY = 32, 1024  # steps between tries of a drafter that does not seem to pay, at first and, for each plain step that a try costs, at last
 EXPLORE, GIFT = 0.01, 10.0  # share of all steps that such tries may cost, and plain steps for a drafter that nothing is known of
