@@ -6,9 +6,9 @@ are verified. Prices and chances come from the tables' page; nothing is learned 
 
 from dataclasses import dataclass, field
 
-from outrider.control.predict import LEVELS, Bias
+from outrider.control.predict import Bias
 from outrider.control.rows import Row
-from outrider.control.tables import MARGIN, Page, Tables, steps_of
+from outrider.control.tables import ALIKE, MARGIN, Page, Tables, steps_of
 from outrider.core import tree
 from outrider.core.types import Draft, Places, StepRecord
 from outrider.measure.cost import DEEPEST
@@ -142,7 +142,7 @@ class Step:
         before, known = 0, -1.0  # deep nodes of one source and one score are as likely as each other
         for n in range(len(out), len(draft)):
             depth, score, source = draft.depth[n], draft.score[n], draft.source[n]
-            if depth <= LEVELS or source != before or score != known or (again and source & (source - 1)):
+            if depth <= ALIKE or source != before or score != known or (again and source & (source - 1)):
                 row, p = self.rows[draft.row[n]], 0.0
                 for name in marks.of(source):
                     p = max(p, self.chance(row, name, depth, draft.said(n, bits[name]) if again else score))
