@@ -181,14 +181,14 @@ def test_what_was_asked_beside_others_has_brought(kept: list[int], sources: str,
     assert step.brought("model", 8, 0.1, 2.0, record) == pytest.approx(told)
 
 
-@pytest.mark.parametrize(("lookup", "brings"), [(0.96, False), (0.8, True)])
+@pytest.mark.parametrize(("lookup", "brings"), [(0.97, False), (0.8, True)])
 def test_who_brings_little_beside_others_is_asked_more_rarely(lookup: float, brings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that reads five tokens a step and is right nearly always, beside a lookup that is so too: what it says is there already. Beside one that often is
     wrong it is asked as ever. (Lookup is never left out for it here.)"""
     monkeypatch.setattr(starts, "SAMPLE", 1)
     priced = costs(linear(0.15), FREE | {"model": linear(0.2, 0.0)}) | {"catch_up": {"lookup": [1, 1e-4], "model": [1, 1e-4]}}
     says = {"lookup": lambda t, d: lookup if t > 4 else 0.0, "model": lambda t, d: 0.98}
-    some, found = [reading(trace(seed, priced, says, texts=8, length=200), 5) for seed in (3, 5, 6)], []
+    some, found = [reading(trace(seed, priced, says, texts=8, length=200), 5) for seed in range(3, 11)], []
     for apart, seldom in ((starts.APART, starts.SELDOM), (1, 1)):
         monkeypatch.setattr(starts, "APART", apart)
         monkeypatch.setattr(starts, "SELDOM", seldom)
@@ -199,3 +199,16 @@ def test_who_brings_little_beside_others_is_asked_more_rarely(lookup: float, bri
         assert asked > 0.97 * often and took < 1.02 * always
     else:
         assert asked < 0.7 * often and took < 0.99 * always
+
+
+def test_one_loss_beside_others_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of who lost a little again and again, the mean turns at last: it is asked so more and more rarely, up to a bound, and as ever once it has brought much."""
+    starts_, step, draft = beside(99.0)
+    record, row, waits, step.beside = SimpleNamespace(levels={"model": 1}, draft=draft), step.rows[0], [], ("model", 8, 0.0, 2.0)
+    for brought in [*[-0.2] * 24, 3.0]:
+        monkeypatch.setattr(Step, "brought", lambda *asked, brought=brought: brought)
+        starts_.used(step, [], record)
+        waits.append(max(row.beside["model"][1] - step.number, 0))
+    assert waits[:6] == [0] * 6 and waits[-1] == 0
+    assert [w for w in waits if w] == [starts.APART, 2 * starts.APART, 4 * starts.APART, *[starts.SELDOM] * (len([w for w in waits if w]) - 3)]
+    assert row.beside["model"][2] == starts.APART, "and would wait no longer than at first"
