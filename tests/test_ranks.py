@@ -1,6 +1,7 @@
 """Chances by rank: what is counted of a step, what survives, and how a profile measures them on texts."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from outrider.core.types import POINT, SAMPLED, Draft, Plan, Reading, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.measure import profile
 from outrider.measure.cost import Costs, situation
+from outrider.measure.trace import write
 from outrider.models.toy import ToyModel
 from outrider.runtime.profiler import TREE as MEASURED
 from outrider.runtime.profiler import rank
@@ -87,6 +89,15 @@ def test_each_drafter_is_ranked_among_its_own() -> None:
     both = record([(-1, 5, 2, 0.9), (-1, 6, 3, 0.5), (-1, 7, 1, 0.4)], [6, 1])
     both.draft.again = {(1, BITS["model"]): 0.3}
     assert counted(both) == {"model r0": [1, 0], "model r1": [1, 1], "other r0": [1, 0], "other r1": [1, 1]}
+
+
+def test_what_both_guessed_is_written_down_as_json(tmp_path: Path) -> None:
+    """With what each thought of it: node, mark, score. Where nobody said anything again there is none."""
+    both = record([(-1, 5, 2, 0.9), (-1, 6, 3, 0.5)], [6, 1])
+    both.draft.again = {(1, BITS["model"]): 0.3}
+    write([both, record(TREE, [5, 4])], file := tmp_path / "steps.jsonl")
+    drafts = [json.loads(line)["draft"] for line in file.read_text("utf-8").splitlines()]
+    assert [d["again"] for d in drafts] == [[[1, BITS["model"], 0.3]], []] and drafts[0]["score"] == [0.9, 0.5]
 
 
 def test_ranks_beyond_the_eighth_are_not_told_apart() -> None:
