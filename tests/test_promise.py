@@ -16,7 +16,7 @@ from outrider.bench.replay import Trace
 from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED, Held
-from outrider.control.controller import EARN, REMEASURE, Adaptive
+from outrider.control.controller import AMPLE, EARN, REMEASURE, Adaptive
 from outrider.control.guard import GRANT, Ledger
 from outrider.control.rows import awake
 from outrider.control.tables import Tables
@@ -304,14 +304,16 @@ def test_an_hour_in_a_plain_step_earns_no_share_of_an_hour() -> None:
 def test_a_machine_that_changes_its_pace_for_good_is_found_out(pace: float, chance: float, length: int) -> None:
     """All takes twice as long: the guard holds drafting back until plain steps have shown it, and no longer. Or half as long: nothing is
     promised by what plain decoding took before. Where drafting goes well hardly a step is plain, so one is asked for; where a text grows longer than
-    any before it, what plain steps told of shorter ones serves."""
+    any before it, what plain steps told of shorter ones serves. Who has ample credit need not know."""
     held: list[int] = []
     for seed in range(6):
         of = trace(seed, costs(linear(0.1), {"lookup": linear(0.0, 0.01)}), {"lookup": lambda t, d: chance}, length=length, texts=6)
         controller, owed = adaptive(of), list[float]()
 
         def slowed(n: int, name: str, controller: Adaptive = controller, owed: list[float] = owed) -> float:
-            owed.append(controller.page.owed if controller.page else 1.0)
+            known = controller.page.owed if controller.page else 1.0
+            ample = pace > 1 and min(controller.ledger.credit.values(), default=0.0) >= AMPLE * known
+            owed.append(pace if ample and known <= pace else known)
             return pace if n > 1200 else 1.0
 
         texts = drive(of, controller, Weather(of, slowed))
