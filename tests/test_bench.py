@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from dataclasses import fields
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM
 
-from outrider.bench import ablation, peers, prompts, run, start, synthetic, verdict
+from outrider.bench import ablation, peers, prompts, report, run, start, synthetic, verdict
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, summary
 from outrider.bench.table import markdown
@@ -167,6 +168,26 @@ def test_a_result_is_saved_with_where_it_was_measured(result, tmp_path):
     assert read["roofline"]["weight_bytes"] > 0 and read["roofline"]["memory_gb_s"] > 0
     text = (tmp_path / "speed.md").read_text()
     assert "Noise: ours plain against itself" in text and "GB/s" in text and all(f"| {name} |" in text for name in CONTENDERS)
+
+
+def test_the_commit_of_a_result_is_that_of_its_code(tmp_path, monkeypatch):
+    """Edits are told, but for docs, where results are written one after the other; and without a checkout, or git, there is none."""
+    git = lambda *asked: subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *asked], cwd=tmp_path, check=True, capture_output=True)  # noqa: E731
+    assert report.commit(tmp_path) is None
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "code.py").write_text("1")
+    (tmp_path / "docs" / "table.md").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    name = report.commit(tmp_path / "docs")
+    assert name and "dirty" not in name
+    (tmp_path / "docs" / "table.md").write_text("2")
+    assert report.commit(tmp_path) == name
+    (tmp_path / "code.py").write_text("2")
+    assert report.commit(tmp_path / "docs") == f"{name}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert report.commit(tmp_path) is None
 
 
 def test_some_contenders_can_be_chosen_and_a_wrong_name_is_named(folders, monkeypatch):

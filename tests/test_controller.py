@@ -340,7 +340,7 @@ def test_what_a_request_asks_of_its_drafts_is_kept() -> None:
     assert {r.drafted[0] for r in records("least", limits=Limits(most=3, least=3))} <= {0, 3}
     off = records("off", drafters=frozenset())
     assert not any(r.levels for r in off) and {r.reason for r in off} <= {"off:request", "probe:plain"}
-    controller.asleep = 1000
+    controller.sleep.left = 1000
     assert max(r.drafted[0] for r in records("free again")) > 3, "the sleep of one request is not the next one's"
 
 

@@ -14,8 +14,9 @@ from written import Weather, adaptive, costs, drive, linear, trace
 
 from outrider.control import controller as controllers
 from outrider.control.accounts import Held
-from outrider.control.controller import EARN, YOUNG, Adaptive
+from outrider.control.controller import YOUNG, Adaptive
 from outrider.control.rows import EARLY, GUESSES, LATE, LOST, PATIENCE, RESTS, SHARE, SILENT, UNPAID, Row, awake
+from outrider.control.sleep import EARN
 from outrider.control.starts import SAMPLE
 from outrider.control.tables import WARM, Tables
 from outrider.core.types import Draft, Plan, Sequence, StepRecord
@@ -242,7 +243,7 @@ def test_nobody_sleeps_for_a_dear_drafter_longer_than_for_the_cheapest() -> None
     drive(of, controller := adaptive(of))
     seqs, slept = [sequence([0] * 20, "w0")], []
     controller._earn = lambda missing, page: slept.append(missing) or "off:guard"
-    controller.last, controller.asleep, controller.since_plain = None, 0, 0
+    controller.last, controller.sleep.left, controller.since_plain = None, 0, 0
     at = controller._situation(seqs)
     controller.page = controller.tables.page(at)
     controller.ledger.credit["w0"] = 1.02 * controller.page.owed

@@ -17,9 +17,10 @@ from outrider.bench.replay import Trace
 from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED, Held
-from outrider.control.controller import EARN, REMEASURE, Adaptive
+from outrider.control.controller import REMEASURE, Adaptive
 from outrider.control.guard import GRANT, Ledger
 from outrider.control.rows import awake
+from outrider.control.sleep import EARN
 from outrider.control.tables import Tables
 from outrider.core.types import StepRecord
 from outrider.drafters.lookup import Lookup
@@ -140,7 +141,7 @@ def test_what_is_earned_is_more_than_what_waking_takes() -> None:
     for thinking, least in ((0.0, 3), (5 * ALLOWANCE, 20), (50 * ALLOWANCE, EARN)):
         controller.accounts.thinking = thinking
         controller._earn(1e-6, page)
-        assert controller.asleep == pytest.approx(least, abs=1)
+        assert controller.sleep.left == pytest.approx(least, abs=1)
 
 
 def test_the_ledger() -> None:

@@ -14,12 +14,13 @@ from written import Weather, adaptive, drive, linear, trace
 from written import costs as priced
 
 from outrider.control import rows as memory
+from outrider.control.controller import Adaptive
 from outrider.control.predict import Bias
 from outrider.control.rows import BEFORE, LOOKS, LOST, NEAR, SHARE, Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core import tree
-from outrider.core.types import Draft
+from outrider.core.types import QUEUED, Draft
 from outrider.measure.cost import DEEPEST, Costs, Curve, Situation
 from outrider.measure.trace import verdicts
 
@@ -81,6 +82,11 @@ def test_what_another_says_again_is_weighed_anew(seed: int) -> None:
     for n, survival in enumerate(step.survivals(both)):
         own = [tables.chance(name, both.depth[n], both.said(n, bit), 0) for name, bit in BITS.items() if both.source[n] & bit]
         assert survival == pytest.approx(max(own) * (step.survival[both.parent[n]] if both.parent[n] >= 0 else 1.0))
+    queued = made()
+    queued.survivals(first)
+    queued.queued = True
+    assert Adaptive.fill(SimpleNamespace(step=queued), [], both, "") == (None, QUEUED)
+    assert queued.expected == pytest.approx(1 + sum(made().apart(both))), "of what is being verified already, too"
 
 
 @pytest.mark.parametrize("seed", range(20))

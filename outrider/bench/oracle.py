@@ -1,7 +1,7 @@
 """What could have been reached on a trace: in hindsight, and by one who knows how likely every guess is but not how it ends.
 
-Hindsight: V(t) = min over (drafter, depth) of cost + V(t + 1 + accepted), exact by dynamic programming; no policy can know it.
-Informed: at every position, of the likeliest nodes of every set of drafters the number that maximises tokens - rate x cost, with the acceptance probabilities that the
+Hindsight: V(t) = min over (drafter, depth) of cost + V(t + 1 + accepted), exact by dynamic programming; no policy can know it. Informed: at every
+position, of the likeliest nodes of every set of drafters the number that maximises tokens - rate x cost, with the acceptance probabilities that the
 trace itself shows and the rate at which this very policy produces (Dinkelbach's iteration).
 """
 

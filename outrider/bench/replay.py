@@ -38,9 +38,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `steps[name][t]`: after how many of its tokens
-    each step of the drafter but the first began, where it reads ahead; `prefill`: seconds that the target took to read
-    the prompt, of which the guard gives drafters a part; `asked`: tokens that it might have had, for who decides does not know where a text ends."""
+    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `steps[name][t]`: after how many of its
+    tokens each step of the drafter but the first began, where it reads ahead; `prefill`: seconds that the target took to read the prompt, of which
+    the guard gives drafters a part; `asked`: tokens that it might have had, for who decides does not know where a text ends."""
 
     prompt: str
     category: str
@@ -202,8 +202,8 @@ class World:
         self.time += self.costs.plainly(self.at()) if self.plain > CALM else curve.drawn().line[min(nodes, DEEPEST)]
 
     def draft(self, name: str, levels: int, more: int, length: int, tail: int | None = None) -> None:
-        """A drafter takes `more` steps; `tail`: with how many tokens of the text's end it begins, 0: with all, None: as it began. What it says is what it said when it had
-        read all."""
+        """A drafter takes `more` steps; `tail`: with how many tokens of the text's end it begins, 0: with all, None: as it began. What it says is
+        what it said when it had read all."""
         curve = self.costs.drafting(name, self.at())
         assert curve is not None
         line = curve.drawn().line

@@ -17,12 +17,26 @@ from outrider.runtime.native import host
 
 def provenance() -> dict[str, Any]:
     """Where a figure comes from."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    command = [Path(sys.argv[0]).name, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
     return {
-        "commit": commit.stdout.strip() or None, "command": " ".join([Path(sys.argv[0]).name, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]), "machine": processor(), "system": platform.platform(),
-        "threads": torch.get_num_threads(), "host": host.tier, "torch": torch.__version__, "transformers": transformers.__version__, "outrider": outrider.__version__,
+        "commit": commit(Path(__file__).parent), "command": " ".join(command), "machine": processor(), "system": platform.platform(),
+        "threads": torch.get_num_threads(), "host": host.tier, "torch": torch.__version__, "transformers": transformers.__version__,
+        "outrider": outrider.__version__,
         "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
     }  # fmt: skip
+
+
+def commit(folder: Path) -> str | None:
+    """That of a checkout, `-dirty` where anything but docs was edited since: one table is no edit for the next. None: there is no checkout, or no git."""
+
+    def git(*asked: str) -> str:
+        return subprocess.run(["git", *asked], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+
+    try:
+        name, edited = git("describe", "--always"), git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs")
+    except FileNotFoundError:
+        return None
+    return name + ("-dirty" if edited else "") if name else None
 
 
 def save_as(folder: Path, name: str, data: str, text: str) -> None:

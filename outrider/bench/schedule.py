@@ -141,8 +141,8 @@ def _interleaved(
     progress: Callable[[str], None],
     measure: Callable[[], object],
 ) -> tuple[dict[str, dict[str, float]], Counter[str], dict[str, float]]:
-    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. `measure` is called before each round, and
-    in it after so many prompts (MEASURED)."""
+    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. `measure` is called before
+    each round, and in it after so many prompts (MEASURED)."""
     names, found, why = list(contenders), {name: {p.id: list[float]() for p in asked} for name in contenders}, Counter[str]()
     deciding: dict[str, list[float]] = {PLAIN: [], ADAPTIVE: [], LOOKING: []}
     for turn in range(rounds):
@@ -238,8 +238,8 @@ class Slow:
 
 
 def guarantee(count: int = 1, max_tokens: int = 256, rounds: int = 7, progress: Callable[[str], None] = print, **settings: Any) -> dict[str, Any]:
-    """Total decode times beside plain's, paired, with drafters that cannot help: random weights, SLOWER times slower, open-ended
-    text at T = 1. The promise is (1 + limit) x plain + GRANT plain steps, and for a drafter that reads the prompt READING of what the target took to."""
+    """Total decode times beside plain's, paired, with drafters that cannot help: random weights, SLOWER times slower, open-ended text at T = 1. The
+    promise is (1 + limit) x plain + GRANT plain steps, and for a drafter that reads the prompt READING of what the target took to."""
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
     target, rows = reference.target(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -281,8 +281,8 @@ def _random_weights(folder: Path) -> Path:
 
 
 def _paired(plain: Writer, rt: Runtime, prompt: prompts.Prompt, max_tokens: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds of guarded / plain and of plain / plain, per token, and what was promised. `off`: of the guarded runtime, told not to speculate: one whose
-    weights lie elsewhere in memory is not as fast as another, and that is not what the guard can see."""
+    """Medians over rounds of guarded / plain and of plain / plain, per token, and what was promised. `off`: of the guarded runtime, told not to
+    speculate: one whose weights lie elsewhere in memory is not as fast as another, and that is not what the guard can see."""
     ratios, same, promise, off = [], [], [], []
     guarded, still = Writer(rt), Writer(rt, speculation="off")
     for _ in range(rounds):

@@ -1,8 +1,8 @@
 """How long a user waits for the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one.
 
-Each run is a process of its own, in rotating order, eager ones with a cache of their own as cold ones have; the clock starts before the library is imported. `compiled` is when the first
-step was served by a package (None: it was not within the text). Starts of one round follow each other closely, so a cold one is held against the eager one of its
-round: between minutes a machine differs by more.
+Each run is a process of its own, in rotating order, eager ones with a cache of their own as cold ones have; the clock starts before the library is
+imported. `compiled` is when the first step was served by a package (None: it was not within the text). Starts of one round follow each other closely,
+so a cold one is held against the eager one of its round: between minutes a machine differs by more.
 """
 
 import json
@@ -52,7 +52,8 @@ def start(rounds: int = 9, progress: Callable[[str], None] = print) -> dict[str,
 
 
 def later(rows: dict[str, list[dict[str, float | None]]]) -> dict[str, float]:
-    """Seconds by which the first token of a cold start comes later than that of the eager one of the same round: lower quartile, median, upper quartile."""
+    """Seconds by which the first token of a cold start comes later than that of the eager one of the same round: lower quartile, median, upper
+    quartile."""
     low, middle, high = quantiles(
         [_first(cold) - _first(eager) for cold, eager in zip(rows["cold"], rows["eager"], strict=True)], n=4, method="inclusive"
     )

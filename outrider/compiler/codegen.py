@@ -107,8 +107,8 @@ class _Writer:
         return self.made[value] == self.all
 
     def lean(self, ops: list[Operation]) -> bool:
-        """Is it what nearly all steps do: one row, which asks for nothing, whose drafters each begin at its root, once, as far as its plan lets them? Machine code has
-        that as a whole (`forest.usual`)."""
+        """Is it what nearly all steps do: one row, which asks for nothing, whose drafters each begin at its root, once, as far as its plan lets them?
+        Machine code has that as a whole (`forest.usual`)."""
         names = [op.name_of for op in ops if isinstance(op, ProposeOp)]
         return (
             self.facts.one and self.facts.free and self.rule in FREE and not self.budget and len(set(names)) == len(names)

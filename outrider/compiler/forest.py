@@ -99,8 +99,8 @@ def best(draft: Draft, places: Places, count: int, weight: list[float]) -> Place
 
 
 def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule: str, ask: bool, weigh: bool) -> Done:
-    """What nearly all steps are: one row, which asks for nothing; drafters (name, depth, width) in turn from its root; what is verified of all that they said. `ask`:
-    the controller, before every level; `weigh`: it leaves out nodes."""
+    """What nearly all steps are: one row, which asks for nothing; drafters (name, depth, width) in turn from its root; what is verified of all that
+    they said. `ask`: the controller, before every level; `weigh`: it leaves out nodes."""
     full, levels, reason, left = tree.empty(1), dict[str, int](), now.reason, len(asked)
     for name, depth, width in asked:
         left -= 1
@@ -118,9 +118,9 @@ def usual(parts: Parts, now: Now, asked: tuple[tuple[str, int, int], ...], rule:
 
 
 def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str, depth: int, width: int, ask: bool, last: bool = False) -> Draft:
-    """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before every level;
-    `levels` takes how deep it went, less what took no step of its own. The `last` drafter's guesses may be on their way to the target before the host knows them;
-    nothing is added to those."""
+    """The draft of one row, which asks for nothing, grown by a drafter from its root: what `Forest.grow` does there. `ask`: the controller, before
+    every level; `levels` takes how deep it went, less what took no step of its own. The `last` drafter's guesses may be on their way to the target
+    before the host knows them; nothing is added to those."""
     seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], now.seqs[0].room
     frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and _queues(parts, name, ask)
     while level < depth and frontier and not (queues and _queued(parts)):

@@ -40,17 +40,16 @@ class Clock:
 
 @dataclass(slots=True)
 class Parts:
-    """What every step of an engine runs on. `bits`: the mark of each drafter. `told`: those that are told how far they will probably go; `tells`: does the controller say with
-    what of a text they begin? `behind`: those behind whose guesses the target's verdict may be asked for; `blind`: does the controller know of that?"""
+    """What every step of an engine runs on."""
 
     target: Model
     drafters: Mapping[str, Drafter]
-    bits: Mapping[str, int]
+    bits: Mapping[str, int]  # the mark of each drafter
     controller: Controller
-    told: frozenset[str] = frozenset()
-    behind: frozenset[str] = frozenset()
-    tells: bool = False
-    blind: bool = False
+    told: frozenset[str] = frozenset()  # drafters that are told how far they will probably go
+    behind: frozenset[str] = frozenset()  # those behind whose guesses the target's verdict may be asked for
+    tells: bool = False  # does the controller say with what of a text they begin?
+    blind: bool = False  # does it know of verdicts that are asked for so?
 
     def __post_init__(self) -> None:
         some = self.drafters if hasattr(self.controller, "likely") else ()
@@ -83,13 +82,12 @@ class Now:
 
 @dataclass(slots=True)
 class Done:
-    """`full`: all that was drafted; `kept`: the names in it of what was verified, which `draft` holds by new names; `levels`: how
-    deep each drafter was let go."""
+    """What a step returns."""
 
-    full: Draft
-    kept: list[int]
-    draft: Draft
-    levels: dict[str, int]
+    full: Draft  # all that was drafted
+    kept: list[int]  # the names in it of what was verified
+    draft: Draft  # that, by new names
+    levels: dict[str, int]  # how deep each drafter was let go
     reason: str
     scores: Scores
     outcome: Outcome

@@ -26,29 +26,28 @@ THOUGHTS = 8  # steps with one that are settled together: what has just run runs
 
 @dataclass(slots=True)
 class Held:
-    """A step that is not settled yet. `step`: what was thought in it, None for a plain step of which nothing was; `names`: drafters that were looked at;
-    `calm`: had many plain steps gone before? `age`: steps of these texts before it."""
+    """A step that is not settled yet."""
 
     seqs: list[Sequence]
     record: StepRecord
-    step: Step | None
-    names: tuple[str, ...]
-    calm: bool
-    age: int
+    step: Step | None  # what was thought in it; None for a plain step of which nothing was
+    names: tuple[str, ...]  # drafters that were looked at
+    calm: bool  # had many plain steps gone before?
+    age: int  # steps of these texts before it
 
 
 class Accounts:
-    """`held`: steps that are not settled yet, the first first; `thoughts`: how many of them were thought about; `unsettled`: seconds that the first `counted`
-    of them took beyond what they earned, nearly; `thinking`: seconds of it, in steps in which somebody was asked; `quickest`: seconds before drafting, of a step in
-    which hardly anything was weighed; `looks`: at drafters, so far."""
+    """Of all requests of a controller; steps are held for a while and settled together."""
 
     def __init__(self, tables: Tables, ledger: Ledger) -> None:
         self.tables, self.ledger = tables, ledger
-        self.held: list[Held] = []
+        self.held: list[Held] = []  # steps that are not settled yet, the first first
         self.whose, self.mixed = tuple[str, ...](), False  # of which requests the last one held is; are others held, too?
-        self.thoughts, self.counted, self.unsettled = 0, 0, 0.0
-        self.thinking, self.quickest = 0.0, math.inf
-        self.looks = 0
+        self.thoughts = 0  # how many of them were thought about
+        self.counted, self.unsettled = 0, 0.0  # seconds that the first so many took beyond what they earned, nearly
+        self.thinking = 0.0  # seconds of it, in steps in which somebody was asked
+        self.quickest = math.inf  # seconds before drafting, of a step in which hardly anything was weighed
+        self.looks = 0  # at drafters, so far
 
     def hold(self, held: Held) -> bool:
         """A step went by that may be settled later. Is it time to?"""
@@ -89,8 +88,8 @@ class Accounts:
                 self._slept(page, list(some), rows, guarded)
 
     def _slept(self, page: Page, slept: list[Held], rows: Callable[[list[Sequence]], list[Row]], guarded: bool) -> None:
-        """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps take now.
-        What they leave is known at their end: a debt that the later ones pay back is none."""
+        """Plain steps of the same rows in which nothing was thought. Each earns a share of what it took itself; some of them tell what such steps
+        take now. What they leave is known at their end: a debt that the later ones pay back is none."""
         owed, spent, lost, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
             took, earned = self._plainly(page, h, self.beside(h.record, _drafting(h.record)))
@@ -139,7 +138,8 @@ class Accounts:
         self._told(page, owed, own, nodes, held)
 
     def _looked(self, page: Page, rows: list[Row], names: tuple[str, ...], gained: float, times: int) -> None:
-        """`times` looks gained so many seconds. Of a new pair that says nothing yet; but one on which nothing pays hardly drafts, and is not new for ever."""
+        """`times` looks gained so many seconds. Of a new pair that says nothing yet; but one on which nothing pays hardly drafts, and is not new for
+        ever."""
         self.looks += times
         if page.plain and (self.tables.drafts >= WARM or self.looks > MANY):
             looked(rows, names, gained / times / page.plain, times)

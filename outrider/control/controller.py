@@ -6,13 +6,14 @@ before a drafter that costs something starts, while it goes on, and before verif
 Sees records and drafts, never logits; what it returns cannot change a text.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import ClassVar
 
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
-from outrider.control.rows import DEAR, GUESSES, LOST, NEAR, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.plans import Plans
+from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.sleep import EARN, GUARD, RESTING, SOUND, Sleep
 from outrider.control.starts import SAMPLE, Starts
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, LOOK, WARM, Lesson, Page, Tables
@@ -23,17 +24,13 @@ from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 AMPLE = 16.0  # plain steps of credit with which no plan hangs on how long plain decoding takes just now
 YOUNG = 256  # steps that are all learned from; of later ones, one in SAMPLE
-REACHES = (WHOLE, NEAR, DEEPEST)  # how deep plans let drafters go at most: few numbers, for each has its code
 FRESH = 0.2  # weight of one request in what looks were worth in those before
-THOUGHT = 4.0  # times what thinking takes that is earned before it is thought again
-SOUND = 8  # steps of a rest, from which on those before the last of them are neither noted nor settled one by one
-SLEEP, EARN = 3, 32  # fewest and most plain steps in a row that earn credit and are not thought about: thinking costs what two or three earn
 
 
 class Adaptive:
-    """A Controller that learns from every step. `tables`: of its drafters, the cheapest first; `tier()`: what serves the
-    target now; `tails`: drafters that can begin with a text's end; `slowdown`: how much slower than plain decoding a request may become; `cautious`: somebody measures drafters
-    while nobody waits, so one that costs something and was never measured is not tried in a request."""
+    """A Controller that learns from every step. `tables`: of its drafters, the cheapest first; `tier()`: what serves the target now; `slowdown`: how
+    much slower than plain decoding a request may become; `cautious`: somebody measures drafters while nobody waits, so one that costs something and
+    was never measured is not tried in a request; `tails`: drafters that can begin with a text's end."""
 
     asks: ClassVar[bool] = True
 
@@ -44,39 +41,36 @@ class Adaptive:
         self.starts = Starts(tables, self.ledger, cautious, tails)
         self.accounts = Accounts(tables, self.ledger)
         self.rows: dict[str, Row] = {}
-        self.plans = {key: _plan(key) for some in _subsets(list(tables.bits)) for key in _depths(some)}  # their code is made at load
+        self.plans = Plans(list(tables.bits))
         self.step: Step | None = None
         self.known: tuple[list[Sequence], Situation] | None = None
         self.page: Page | None = None
         self.last: tuple[list[Sequence], StepRecord] | None = None
-        self.chosen: tuple[Page, list[str], int, Plan] | None = None  # what was planned last
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.looking = 0.0  # seconds that they took to read what is new in the texts
         self.worth = 0.0  # of a look, in the requests before
-        self.asleep, self.silent, self.why = 0, False, ""
-        self.slept, self.lull, self.sound = 0, 0.0, False  # steps of this rest that nobody noted; what a plain one took before; is this one of them?
+        self.sleep, self.silent = Sleep(), False
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
 
     # Before drafting.
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
-        self.looking = 0.0
-        self.sound = self.asleep > SOUND and self.why == "off:resting" and self.known is not None and seqs == self.known[0]
+        self.looking, sleep = 0.0, self.sleep
+        sleep.sound = sleep.left > SOUND and sleep.why == RESTING and self.known is not None and seqs == self.known[0]
         self._note_last()
-        if self.sound:
-            self.slept, self.lull = (self.slept + 1, self.lull) if self.slept else (1, self.page.owed if self.page else 0.0)
-            self.asleep, self.calm = self.asleep - 1, self.calm + 1
-            return OFF, self.why
+        if sleep.sound:
+            self.calm += 1
+            return OFF, sleep.passes(self.page.owed if self.page else 0.0)
         self.step, self.silent, self.looked = None, False, ()
         self.steps += 1
-        if self.asleep > 0:
+        if sleep.left > 0:
             if self.known is not None and seqs == self.known[0]:
-                self.asleep -= 1
-                self.silent = self.why == "off:resting"  # what was earned for the guard is settled on waking
-                return OFF, self.why
-            self._wake()
-        if self.slept:
+                sleep.left -= 1
+                self.silent = sleep.why == RESTING  # what was earned for the guard is settled on waking
+                return OFF, sleep.why
+            sleep.broken([row for s in self.known[0] if (row := self.rows.get(s.request.id))] if self.known else [])
+        if sleep.slept:
             self._rested()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
         room = self._room(seqs, page) if page and not page.outdated and self.ledger.short(seqs, page.owed) else None
@@ -85,7 +79,7 @@ class Adaptive:
         names, self.looked, unpaid = self._look(seqs, rows)
         if not names:
             self.silent = bool(self.looked)
-            return OFF, self._silence(unpaid) if self.silent else self._sleep(rows)
+            return OFF, self._silence(unpaid) if self.silent else sleep.rest(rows)
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or (_age(seqs) >= COLD and self._asks(seqs, page)):
             return OFF, "probe:plain"  # first steps of a text tell it worst
         room = self._room(seqs, page) if room is None else room
@@ -97,7 +91,7 @@ class Adaptive:
         deep = 0
         for row in rows:
             deep = max(deep, min(row.reach, page.deepest))
-        return self._planned(page, names, WHOLE if deep <= WHOLE else NEAR if deep <= NEAR else DEEPEST), "off:no-guess"
+        return self.plans.get(page, names, deep), "off:no-guess"
 
     def _look(self, seqs: list[Sequence], rows: list[Row]) -> tuple[list[str], tuple[str, ...], bool]:
         """Those who may have a guess worth asking for; all who were looked at; had anybody one that is not?"""
@@ -111,15 +105,6 @@ class Adaptive:
         for row in rows:
             self.looking, row.looking = self.looking + row.looking, 0.0
         return names, tuple(looked), unpaid
-
-    def _planned(self, page: Page, names: list[str], near: int) -> Plan:
-        """How deep these may go, where drafts are worth looking at `near` nodes deep."""
-        if (last := self.chosen) is not None and last[0] is page and last[1] == names and last[2] == near:
-            return last[3]
-        key = tuple([(name, DEEPEST if page.prices[name] > DEAR else near) for name in names])  # of who goes a level at a time each level is weighed
-        plan = self.plans.get(key) or self.plans.setdefault(key, _plan(key))
-        self.chosen = page, names, near, plan
-        return plan
 
     def _asks(self, seqs: list[Sequence], page: Page) -> bool:
         """Is it time to ask what plain decoding takes now? That is what credit is counted by, of which those who have AMPLE need not know."""
@@ -150,48 +135,29 @@ class Adaptive:
 
     def _silence(self, unpaid: bool) -> str:
         """Nobody has anything to say, or nothing that could pay: a plain step, and nothing to think about."""
-        self.why = "off:unpaid" if unpaid else "off:no-guess"
-        return self.why
-
-    def _sleep(self, rows: list[Row]) -> str:
-        """Until the first drafter wakes, or the batch changes, steps are plain and nothing is looked at."""
-        rests = [left for row in rows for left in row.rest.values() if left]
-        self.asleep, self.why = min(rests, default=0), "off:resting"
-        for row in rows:
-            row.rest = {name: left - min(left, self.asleep) for name, left in row.rest.items()}
-        return self.why
+        self.sleep.why = "off:unpaid" if unpaid else "off:no-guess"
+        return self.sleep.why
 
     def _rested(self) -> None:
-        """Steps that nobody noted were plain decoding, which earns its share of what such steps take: by the lower of what they took before and take now."""
+        """Steps that nobody noted were plain decoding, which earns its share of what such steps take: by the lower of what they took before and take
+        now."""
         self._settle()
-        slept, self.slept = self.slept, 0
+        slept, self.sleep.slept = self.sleep.slept, 0
         self.steps += slept
         if slept and self.known and self.page:
-            self.accounts.rested(self.known[0], slept, min(self.lull, self.page.owed))
-
-    def _wake(self) -> None:
-        """Another batch, of which nobody said that it should sleep: those who did have that much of their rest left."""
-        slept = [row for s in self.known[0] if (row := self.rows.get(s.request.id))] if self.known and self.why == "off:resting" else []
-        for row in slept:
-            row.rest = {name: left + self.asleep for name, left in row.rest.items()}
-        self.asleep = 0
+            self.accounts.rested(self.known[0], slept, min(self.sleep.lull, self.page.owed))
 
     def _let_rest(self, rows: list[Row], names: list[str]) -> str:
-        """Those who would have a guess cost more than there is, and are asked again when there can be some more; one that costs less has none now, and may have one
-        in the next step."""
+        """Those who would have a guess cost more than there is, and are asked again when there can be some more; one that costs less has none now,
+        and may have one in the next step."""
         self.silent = True
         for row in rows:
             row.rest |= dict.fromkeys(names, EARN)
-        return "off:guard"
+        return GUARD
 
     def _earn(self, missing: float, page: Page) -> str:
-        """Plain steps until there is credit again, and no thinking in them: it would cost as much as they earn. When they are over it is thought again, and
-        that takes a part of what was earned: a small one."""
-        earned, thinking = self.ledger.allowance * page.owed, self.accounts.thinking
-        needed = max(missing * page.plain * page.spread + thinking, THOUGHT * thinking)
-        self.asleep = min(max(int(needed / earned), SLEEP), EARN) if earned else EARN
-        self.why = "off:guard"
-        return self.why
+        """So many plain steps of credit first."""
+        return self.sleep.earn(missing * page.plain * page.spread, self.ledger.allowance * page.owed, self.accounts.thinking)
 
     def _rows(self, seqs: list[Sequence]) -> list[Row]:
         return [self._row(s) for s in seqs]
@@ -295,28 +261,17 @@ class Adaptive:
         if step is None:
             return None, reason
         if not draft.token:
-            return None, reason if all(step.levels.values()) else "off:guard" if step.refused else "off:unpaid"
+            return None, reason if all(step.levels.values()) else GUARD if step.refused else "off:unpaid"
         if draft.kind.count(POINT) < len(draft.token):
             return None, "depth:drawn"
         if step.queued:
+            step.renew(draft)
             step.expected = sum(step.apart(draft), 1.0)
             return None, QUEUED
         most, why = self._most(draft)
         if most >= tree.longest(draft):
             return tree.span(0, len(draft.token)), why
-        return (tree.span(0, most) if tree.straight(draft) else self._surest(draft, most)), why
-
-    def _surest(self, draft: Draft, most: int) -> list[int]:
-        """Of each row so many nodes that are likeliest to be accepted."""
-        step = self.step
-        assert step is not None
-        left, kept, survival = [most] * draft.rows, list[int](), step.apart(draft)
-        for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
-            if left[draft.row[n]]:
-                left[draft.row[n]] -= 1
-                kept.append(n)
-        kept.sort()
-        return kept
+        return (tree.span(0, most) if tree.straight(draft) else step.surest(draft, most)), why
 
     def _most(self, draft: Draft) -> tuple[int, str]:
         """Nodes a row to verify, and why."""
@@ -332,8 +287,8 @@ class Adaptive:
             most, why = WHOLE, "probe:whole"
         most = min(most, DEEPEST if longest > DEEPEST else longest)
         while most and step.spent + step.page.seconds[most] > step.room:
-            most, why = most - 1, "depth:guard" if most > 1 else "off:guard"
-        if why == "off:guard":
+            most, why = most - 1, "depth:guard" if most > 1 else GUARD
+        if why == GUARD:
             self._earn(step.spent + step.page.seconds[1] - step.room, step.page)
         return most, why
 
@@ -341,7 +296,7 @@ class Adaptive:
 
     def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Only kept: it is looked at in the next step, whose time counts it."""
-        if not self.sound:
+        if not self.sleep.sound:
             self.last = (seqs, record)
 
     def end(self, seq: Sequence) -> None:
@@ -365,7 +320,7 @@ class Adaptive:
     def _note(self, seqs: list[Sequence], record: StepRecord) -> None:
         """Pay for the last step, and remember what the next choice needs; the tables learn BATCH steps at a time."""
         self.last, step, drafted = None, self.step, record.nodes() > 0
-        if (self.asleep or self.silent) and not record.levels and self.page is not None:
+        if (self.sleep.left or self.silent) and not record.levels and self.page is not None:
             if self.accounts.hold(Held(seqs, record, None, self.looked, self.calm >= CALM, _age(seqs) - 1)):
                 self._settle()
             self.calm, self.since_plain = self.calm + 1, 0
@@ -404,7 +359,7 @@ class Adaptive:
 
     def _settle(self) -> None:
         if self.accounts.held:
-            self.accounts.settle(self.page, self._rows, guarded=self.why == "off:guard")
+            self.accounts.settle(self.page, self._rows, guarded=self.sleep.why == GUARD)
 
     def _digest(self) -> None:
         self.tables.take_in(self.lessons)
@@ -419,24 +374,9 @@ def _age(seqs: list[Sequence]) -> int:
     return most
 
 
-def _plan(depths: tuple[tuple[str, int], ...]) -> Plan:
-    return Plan(tuple([(name, depth, 1) for name, depth in depths]))
-
-
-def _subsets(names: list[str]) -> list[tuple[str, ...]]:
-    """In their order; of many drafters, those of up to two, and all."""
-    return [tuple(some) for size in dict.fromkeys((1, 2, len(names))) if size <= len(names) for some in itertools.combinations(names, size)]
-
-
-def _depths(names: tuple[str, ...]) -> list[tuple[tuple[str, int], ...]]:
-    """How deep each of these may go, the cheapest first: some to one reach, the others, which cost something, to the end."""
-    ways = [(*[near] * count, *[DEEPEST] * (len(names) - count)) for near in REACHES for count in range(len(names) + 1)]
-    return [tuple(zip(names, way, strict=True)) for way in dict.fromkeys(ways)]
-
-
 def _rare(record: StepRecord, step: Step | None) -> bool:
     """Is this a guess of a drafter that is tried, or a plain step that was asked for? Decided by what was before, not by the verdict; and not by
     how many guesses were in vain before: those that follow would be learned from more often than they come."""
     if step is None:
-        return record.reason in ("off:guard", "probe:plain")  # if the machine has become slow, it is now that this must be seen
+        return record.reason in (GUARD, "probe:plain")  # if the machine has become slow, it is now that this must be seen
     return step.trial is not None

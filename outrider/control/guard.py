@@ -1,11 +1,11 @@
 """The guarantee: never slower than plain decoding by more than a stated share.
 
-A ledger per request. Every token earns what plain decoding would have taken for it and a little more (`allowance`); every
-step spends what it took; where nothing was verified, no more than such steps take, since plain decoding would have been
-held up as well. A step may speculate only if its bad case leaves no debt. So at every token, decode time is at most
-(1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took beyond its bad case. A drafter that must read the
-prompt before it begins may take READING of what the target took for that, and only for that, beside. A machine that holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time, by
-what its steps met of late, in requests and while they were measured, is not charged.
+A ledger per request. Every token earns what plain decoding would have taken for it and a little more (`allowance`); every step spends what it took;
+where nothing was verified, no more than such steps take, since plain decoding would have been held up as well. A step may speculate only if its bad
+case leaves no debt. So at every token, decode time is at most (1 + allowance) x plain + the grant of GRANT plain steps + one stall: what a step took
+beyond its bad case. A drafter that must read the prompt before it begins may take READING of what the target took for that, and only for that,
+beside. A machine that holds up plain steps now and then holds up others as well: as much of that as plain decoding would have met in the same time,
+by what its steps met of late, in requests and while they were measured, is not charged.
 """
 
 import math

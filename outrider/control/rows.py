@@ -24,35 +24,35 @@ EARLY, LATE = 16, 128  # unread tokens that a drafter which can tell reads in pa
 
 @dataclass(slots=True)
 class Row:
-    """What is remembered of one request: its last verdicts; by drafter, the steps that it still rests, its guesses in
-    vain, and the length of the text when it last read it; how deep drafts are worth looking at
-    (`reach`); by drafter that costs something, how likely its guesses were of late, as was believed when they were made (`sure`), and how many steps of its own
-    each took (`steps`), which is less than one where it reads ahead; by drafter that has guessed, how much likelier its guesses are here than in all texts (`bias`); by drafter that had to read for long, plain steps that it was to save, and those that it did (`owing`); what a look at drafters is worth (`worth`), in plain steps; by drafter that may begin with a text's end, with how many tokens it did, 0: with all (`tail`); by drafter that was asked beside others' guesses, what that brought of late in
-    plain steps, the step before which it is not asked so again, and how many steps that will be the next time (`beside`); by drafter that was looked at, how it
-    is asked for the chance of its first token (`looks`), if it can tell."""
+    """What is remembered of one request. Where it is by drafter, those of whom there is nothing to remember are left out."""
 
-    history: int = 0
-    rest: dict[str, int] = field(default_factory=dict)
-    vain: dict[str, int] = field(default_factory=dict)
-    read: dict[str, int] = field(default_factory=dict)
-    reach: int = NEAR
+    history: int = 0  # its last verdicts, the latest in the lowest bit
+    rest: dict[str, int] = field(default_factory=dict)  # by drafter: steps that it still rests
+    vain: dict[str, int] = field(default_factory=dict)  # guesses in vain, since one was verified
+    read: dict[str, int] = field(default_factory=dict)  # tokens of the text when it last read it
+    reach: int = NEAR  # nodes deep that drafts are worth looking at
+    # By drafter that costs something: how likely its guesses were of late, as was believed when they were made; and steps of its own that each took,
+    # less than one where it reads ahead.
     sure: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
-    owing: dict[str, list[float]] = field(default_factory=dict)
-    bias: dict[str, Bias] = field(default_factory=dict)
-    tail: dict[str, int] = field(default_factory=dict)
+    owing: dict[str, list[float]] = field(default_factory=dict)  # that had to read for long: plain steps that it was to save, and that it did
+    bias: dict[str, Bias] = field(default_factory=dict)  # how much likelier its guesses are here than in all texts
+    tail: dict[str, int] = field(default_factory=dict)  # with how many tokens of the text's end it began; 0: with all
+    # That was asked beside others' guesses: plain steps that this brought of late, the step before which it is not asked so again, and for how many
+    # steps it will not be the next time.
     beside: dict[str, tuple[float, int, int]] = field(default_factory=dict)
-    worth: float = 0.0
+    worth: float = 0.0  # plain steps that a look at drafters brings
     looked: int = 0  # so often
     seldom: int = 1  # LOST, or 1
+    # How it is asked for the chance of its first token; None: it cannot tell.
     looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)
-    said: dict[str, float] = field(default_factory=dict)  # what they told last
-    looking: float = 0.0  # seconds that these took to read what is new, in the step under way
+    said: dict[str, float] = field(default_factory=dict)  # what it told last
+    looking: float = 0.0  # seconds that those took to read what is new, in the step under way
 
 
 def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
-    """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take SHARE
-    of the time."""
+    """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take
+    SHARE of the time."""
     for row in rows:
         row.looked += times
         row.worth += (max(worth, -1.0) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
@@ -83,8 +83,8 @@ def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str
 
 
 def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]) -> int:
-    """May a drafter have a guess worth asking for? What it keeps with a request can tell, if it has `chance`, once it has read the text. Who is looked at
-    seldom, because it rests, is asked whatever it says: what became of it would never be seen."""
+    """May a drafter have a guess worth asking for? What it keeps with a request can tell, if it has `chance`, once it has read the text. Who is
+    looked at seldom, because it rests, is asked whatever it says: what became of it would never be seen."""
     if name not in row.looks:
         row.looks[name] = getattr(seq.slots.get(name), "chance", None)
     look = row.looks[name]

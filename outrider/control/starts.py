@@ -1,8 +1,8 @@
-"""May a drafter start? One that costs little is asked first and judged by its guess; one that costs much, or must read first,
-must promise more than what is there, save what its reading takes, and leave the others their credit. What it promises is known by how
-sure it was of its last guesses in this text; of a text in which it made none, by what it was in texts before, each as a chance of its own: one that
-is right nearly always in a third of them is worth asking in all. What came of earlier promises to save is remembered, and who brings less than asking it
-takes, beside what others have guessed, is asked beside them ever more rarely.
+"""May a drafter start? One that costs little is asked first and judged by its guess; one that costs much, or must read first, must promise more than
+what is there, save what its reading takes, and leave the others their credit. What it promises is known by how sure it was of its last guesses in
+this text; of a text in which it made none, by what it was in texts before, each as a chance of its own: one that is right nearly always in a third of
+them is worth asking in all. What came of earlier promises to save is remembered, and who brings less than asking it takes, beside what others have
+guessed, is asked beside them ever more rarely.
 
 What does not seem to pay is tried anyway now and then, ever more rarely, within a budget: what a try brings it has not cost.
 """
@@ -37,14 +37,15 @@ AHEAD = 64  # tokens more than were written so far that a request is trusted to 
 
 
 class Starts:
-    """`tails`: drafters that can begin with a text's end. `cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `explored`: plain steps that tries have cost; `pause` and
-    `due`: by drafter, steps between its tries and the step from which on the next may be; `rates`: by drafter, of what request, rows and steps the last one is."""
+    """`cautious`: a drafter that costs something and was never measured does not start in the first UNMEASURED steps. `tails`: drafters that can
+    begin with a text's end."""
 
     def __init__(self, tables: Tables, ledger: Ledger, cautious: bool, tails: frozenset[str] = frozenset()) -> None:
         self.tables, self.ledger, self.cautious, self.tails = tables, ledger, cautious, tails
-        self.explored = 0.0
-        self.rates: dict[str, tuple[tuple[str, int, int], float]] = {}
-        self.pause, self.due = dict.fromkeys(tables.bits, PROBE), dict.fromkeys(tables.bits, 0)
+        self.explored = 0.0  # plain steps that tries have cost
+        self.pause = dict.fromkeys(tables.bits, PROBE)  # steps between tries
+        self.due = dict.fromkeys(tables.bits, 0)  # the step from which on the next may be
+        self.rates: dict[str, tuple[tuple[str, int, int], float]] = {}  # by drafter: of what request, rows and steps the last one is, and that
 
     def may(self, step: Step, seqs: list[Sequence], name: str, draft: Draft, cheap: bool) -> bool:
         """A cheap one with little to read is asked before anything is weighed, unless others have guessed."""
@@ -89,8 +90,9 @@ class Starts:
         return True
 
     def _outdoes(self, step: Step, name: str, draft: Draft) -> bool:
-        """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little? One that reads ahead tells in few steps
-        how much of that is right, and goes on where it is not: it need not be worth as much, and is heard once in a text in which it was not asked yet."""
+        """Is a drafter worth more in these texts by itself than what is drafted already, to which it would add too little? One that reads ahead tells
+        in few steps how much of that is right, and goes on where it is not: it need not be worth as much, and is heard once in a text in which it was
+        not asked yet."""
         nodes, have = step.best(draft)
         ahead = len(step.rows) == 1 and self._ahead(step.rows[0], name)
         if ahead and step.number < step.rows[0].beside.get(name, (0.0, 0, APART))[1]:
@@ -105,8 +107,8 @@ class Starts:
         return pays
 
     def _left(self, step: Step, name: str) -> bool:
-        """Is the step left to another, which reads ahead and so says the same where it is right? To one that is worth as much by itself in this text as the look
-        at this one promises. Now and then both are heard all the same."""
+        """Is the step left to another, which reads ahead and so says the same where it is right? To one that is worth as much by itself in this text
+        as the look at this one promises. Now and then both are heard all the same."""
         row, page, tables = step.rows[0], step.page, self.tables
         if len(step.rows) > 1 or name not in row.said or step.number % SAMPLE == 0:
             return False
@@ -120,8 +122,8 @@ class Starts:
         return name not in row.read and self.tables.next.share(f"{name} steps", 1.0) < 1
 
     def _promise(self, step: Step, name: str, have: float) -> float:
-        """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns out to
-        bring less is left."""
+        """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns
+        out to bring less is left."""
         told, page = 0.0, step.page
         for row in step.rows:
             if name in row.sure:
@@ -148,7 +150,8 @@ class Starts:
         return step.spent + reading + page.drafting[name][BEGUN] + page.seconds[BEGUN] + spare > step.room
 
     def _saves(self, step: Step, seqs: list[Sequence], name: str) -> float:
-        """Plain steps that a drafter would save from here on: of what the request takes at its pace without it, in the texts in which that is slower."""
+        """Plain steps that a drafter would save from here on: of what the request takes at its pace without it, in the texts in which that is
+        slower."""
         rate, worth = self._rate(seqs, step.page.plain, name), 0.0
         for row in step.rows:
             kinds = (
@@ -160,8 +163,8 @@ class Starts:
         return worth / len(step.rows) * min([_ahead(s) for s in seqs])
 
     def _rate(self, seqs: list[Sequence], plain: float, name: str) -> float:
-        """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess: asked anew in its first steps, and then every
-        RATED ones."""
+        """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess: asked anew in its first steps, and
+        then every RATED ones."""
         done = seqs[0].steps
         at = seqs[0].request.id, len(seqs), done if done <= RATED else done // RATED * RATED
         if self.rates.get(name, (None,))[0] != at:
@@ -200,8 +203,8 @@ class Starts:
         return costs.catching_up(name, step.page.at, behind) * costs.pace / step.page.plain
 
     def _begins_anew(self, step: Step, seq: Sequence, name: str) -> bool:
-        """Where a drafter begins that has a long text to read: with its end, where what that spares is worth more than what it takes to find out that it is not enough, by how
-        often it was; now and then in any case. Where it says too little it reads all: True, that is begun in this step."""
+        """Where a drafter begins that has a long text to read: with its end, where what that spares is worth more than what it takes to find out that
+        it is not enough, by how often it was; now and then in any case. Where it says too little it reads all: True, that is begun in this step."""
         row, length = step.rows[0], len(seq.tokens)
         unread = length - row.read.get(name, 0)
         if unread > LONG and row.tail.get(name) != 0:
@@ -220,8 +223,8 @@ class Starts:
         return True
 
     def _misses(self, step: Step, seq: Sequence, name: str) -> bool:
-        """Would a drafter that read a text's end alone, and is as sure of its guesses as it was there, save twice what it takes to read all, if it were then what it is in
-        the mean of texts? Where others do as well without it, it would save nothing."""
+        """Would a drafter that read a text's end alone, and is as sure of its guesses as it was there, save twice what it takes to read all, if it
+        were then what it is in the mean of texts? Where others do as well without it, it would save nothing."""
         row, page = step.rows[0], step.page
         wait = self._reading(step, name, len(seq.tokens))
         now = max(self.tables.score(page, name, row.sure[name], row.steps[name]), 1 / step.plain, self._rate([seq], page.plain, name))

@@ -19,21 +19,19 @@ PROBED = 2  # levels of a drafter that is tried
 
 @dataclass(slots=True)
 class Step:
-    """`number`: of all steps; `expected`: tokens of the best number of nodes. In plain steps: `room`, what the guard lets it cost; `plain`, what not to
-    draft would cost; `spent`, by drafters so far. `levels`: by drafter. `survival`: of the draft's nodes. `tails`: by drafter that is told where to begin in this step, with how many tokens of the text's end, 0: with all. `beside`: a drafter that is asked beside what others have guessed; without it, the nodes that were best, what was spent, and tokens for the time of a plain step. `known`: (a draft, nodes a row of it that
-    were best, the score of that)."""
+    """What is thought of while it is drafted. Prices are in plain steps."""
 
     tables: Tables
     page: Page
     rows: list[Row]
-    number: int
-    room: float
-    plain: float
-    spent: float = 0.0
-    levels: dict[str, int] = field(default_factory=dict)
-    survival: list[float] = field(default_factory=list)
-    known: tuple[Draft | None, int, float] = (None, 0, 1.0)
-    expected: float = 1.0
+    number: int  # of all steps
+    room: float  # what the guard lets it cost
+    plain: float  # what not to draft would cost
+    spent: float = 0.0  # by drafters so far
+    levels: dict[str, int] = field(default_factory=dict)  # that each drafter was let go
+    survival: list[float] = field(default_factory=list)  # of the draft's nodes, as far as they were looked at
+    known: tuple[Draft | None, int, float] = (None, 0, 1.0)  # the draft that was weighed last, nodes a row that were best, and the score of that
+    expected: float = 1.0  # tokens of so many
     going: str = ""  # the drafter that was asked for last
     own: list[float] = field(default_factory=list)  # survival of the chain that it makes by itself
     heard: bool = False  # does it tell of each node of that?
@@ -42,7 +40,8 @@ class Step:
     queued: bool = False  # is all that is drafted being verified already?
     reads: bool = False  # does a drafter read before it begins?
     names: list[str] = field(default_factory=list)  # who may be asked
-    tails: dict[str, int] = field(default_factory=dict)
+    tails: dict[str, int] = field(default_factory=dict)  # who is told where to begin: with how many tokens of the text's end; 0: with all
+    # Who is asked beside others' guesses; without it: the nodes that were best, what was spent, and tokens for the time of a plain step.
     beside: tuple[str, int, float, float] | None = None
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
 
@@ -61,8 +60,8 @@ class Step:
         return frontier if self._deepens(name, nodes, have, reach, further / (reach or 1.0)) else []
 
     def deep(self, name: str) -> int:
-        """Levels that a drafter, of which the first is paid, is best let go alone in these texts, by how likely its guesses were of late; in the mean of texts, where it made
-        none yet. One that is tried goes no further than tries do, and none further than there is room for."""
+        """Levels that a drafter, of which the first is paid, is best let go alone in these texts, by how likely its guesses were of late; in the mean
+        of texts, where it made none yet. One that is tried goes no further than tries do, and none further than there is room for."""
         row, page = self.rows[0], self.page
         chance, drafting = row.sure[name] if name in row.sure else self.tables.usual(name), page.drafting[name]
         levels = PROBED if self.trial else self.tables.depth(page, name, chance, row.steps.get(name, 1.0))[1]
@@ -80,7 +79,8 @@ class Step:
         self.going, self.own, self.heard = name, [] if draft.token else self.survival, False
 
     def on(self, score: float, free: bool) -> bool:
-        """`deeper` of a chain that a drafter makes by itself. What others have said beside it is what it says, too, or as good as lost: it is weighed alone."""
+        """`deeper` of a chain that a drafter makes by itself. What others have said beside it is what it says, too, or as good as lost: it is weighed
+        alone."""
         name, own, self.heard = self.going, self.own, True
         depth, level = len(own) + 1, self.levels[name]
         chance = self.chance(self.rows[0], name, depth, score)
@@ -150,6 +150,11 @@ class Step:
             out.append(p * out[parent] if (parent := draft.parent[n]) >= 0 else p)
         return out
 
+    def renew(self, draft: Draft) -> None:
+        """What was said again may be likelier than when it was first seen."""
+        if draft.again is not None:
+            self.survival.clear()
+
     def apart(self, draft: Draft) -> list[float]:
         """`survivals` of a tree: of those beside one another one at most comes true, so the surest leaves the others what is left."""
         seen, out, beside = self.survivals(draft), [1.0] * len(draft), dict[int, list[tuple[float, int]]]()
@@ -174,8 +179,8 @@ class Step:
         return own, total / own if own else 0.0
 
     def brought(self, name: str, nodes: int, spent: float, have: float, record: StepRecord) -> float:
-        """Plain steps that a drafter saved which was asked beside others' guesses (`beside`): what the tokens that are its own would have taken at the pace that there was
-        without it, and what it spared of wrong guesses, less what asking it took."""
+        """Plain steps that a drafter saved which was asked beside others' guesses (`beside`): what the tokens that are its own would have taken at
+        the pace that there was without it, and what it spared of wrong guesses, less what asking it took."""
         draft, bit, made, right = record.draft, self.tables.bits[name], min(record.nodes(), DEEPEST), 0
         assert draft is not None
         while right < len(record.kept) and draft.source[record.kept[right]] & ~bit:
@@ -184,6 +189,16 @@ class Step:
         nodes = min(nodes, made) if right == max(others, len(record.kept)) else nodes  # more of theirs may have been right
         verify = self.page.verify
         return (record.accepted[0] - min(right, nodes)) / have - (self.spent + verify[made] - spent - verify[nodes])
+
+    def surest(self, draft: Draft, most: int) -> list[int]:
+        """So many nodes of each row that are likeliest to be accepted, ascending."""
+        left, kept, survival = [most] * draft.rows, list[int](), self.apart(draft)
+        for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
+            if left[draft.row[n]]:
+                left[draft.row[n]] -= 1
+                kept.append(n)
+        kept.sort()
+        return kept
 
     def judged(self, record: StepRecord) -> None:
         """What the verdicts say of the drafters in these texts."""
@@ -223,8 +238,7 @@ class Step:
         """(nodes a row that are best verified, the score of that)."""
         if self.known[0] is draft:
             return self.known[1:]
-        if draft.again is not None:
-            self.survival.clear()  # what was said again may be likelier than when it was first seen
+        self.renew(draft)
         if tree.straight(draft):
             self.known = draft, *self._best_of_chain(draft)
             return self.known[1:]

@@ -32,43 +32,39 @@ SEEN = 3  # last verdicts that predictions tell apart between two pages
 
 @dataclass(slots=True)
 class Lesson:
-    """A record to be learned from: its situation, each row's verdicts before it, how far drafters were
-    behind, whether many plain steps went before, the machine's pace, and whether it is one of the first of its text."""
+    """A record to be learned from."""
 
     record: StepRecord
     at: Situation
-    histories: list[int]
-    behind: dict[str, int]
-    calm: bool
-    pace: float
-    cold: bool = False
+    histories: list[int]  # each row's verdicts before it
+    behind: dict[str, int]  # tokens that each drafter had not read
+    calm: bool  # had many plain steps gone before?
+    pace: float  # of the machine
+    cold: bool = False  # is it one of the first of its text?
 
 
 @dataclass(slots=True)
 class Page:
-    """Prices and chances of one situation. `plain`: seconds of a plain step now; `owed`: of one of plain decoding, as plain steps alone
-    tell; `outdated`: is it time to ask them again? In plain steps: `verify`, by nodes, by the
-    objective; `seconds`, the same in time; `drafting`, by drafter and levels; `prices`, of one level. `scores`: by drafter, chance of its guesses
-    (in hundredths) and steps each (FINE times tenths), what it is worth by itself and at how many levels, once asked; `kinds`: by drafter, that of each kind of text, beside the share of such texts. `after`: by drafter, chance of a node below the first. `spread`: 99th percentile
-    of costs over these. `deepest`: nodes beyond which not even sure guesses pay. `least`: by drafter and last two verdicts, the least chance of a first token
-    that pays, once asked. `steady`: a step of plain decoding, in plain steps such as stand between wider ones."""
+    """Prices and chances of one situation. Prices are in plain steps."""
 
     at: Situation
-    plain: float
-    owed: float
-    outdated: bool
-    spread: float
-    verify: list[float]
-    seconds: list[float]
-    drafting: dict[str, list[float]]
-    prices: dict[str, float]
-    after: dict[str, float]
-    steady: float
-    deepest: int
-    cheapest: float
+    plain: float  # seconds of a plain step now
+    owed: float  # seconds of a step of plain decoding, as plain steps alone tell
+    outdated: bool  # is it time to ask them again?
+    spread: float  # 99th percentile of what steps cost, over what is thought
+    verify: list[float]  # by nodes, by the objective
+    seconds: list[float]  # the same in time
+    drafting: dict[str, list[float]]  # by drafter and levels
+    prices: dict[str, float]  # by drafter: of one level
+    after: dict[str, float]  # by drafter: chance of a node below the first
+    steady: float  # what a step of plain decoding takes; a plain step is one that stands between wider ones
+    deepest: int  # nodes beyond which not even sure guesses pay
+    cheapest: float  # one node of the drafter whose level costs least
+    # What is worked out once asked. By drafter, the chance of its guesses (in hundredths) and steps each (FINE times tenths): what it is worth by itself,
+    # and at how many levels.
     scores: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
-    kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    least: dict[tuple[str, int], float] = field(default_factory=dict)
+    kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by drafter: of each kind of text its share, and that
+    least: dict[tuple[str, int], float] = field(default_factory=dict)  # by drafter and last verdicts: the least chance of a first token that pays
 
 
 class Tables:
@@ -96,7 +92,8 @@ class Tables:
         }  # fmt: skip
 
     def tried(self) -> None:
-        """Ask for all that a request may ask for, and learn as it would: nonsense that was read from a profile raises here. What was tried is of no more use."""
+        """Ask for all that a request may ask for, and learn as it would: nonsense that was read from a profile raises here. What was tried is of no
+        more use."""
         if any(count < 0 or not 0 <= share <= 1 for count, share in self.next.cells.values()):
             raise ValueError("how often something was seen is no less than 0, and shares lie in 0..1")
         for at in list(self.costs.verify):
@@ -144,8 +141,8 @@ class Tables:
         return page
 
     def score(self, page: Page, name: str, chance: float, steps: float) -> float:
-        """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance and take so many steps of its own, at the best
-        depth; kept for the life of a page."""
+        """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance and take so many steps of its own, at
+        the best depth; kept for the life of a page."""
         return self.depth(page, name, chance, steps)[0]
 
     def depth(self, page: Page, name: str, chance: float, steps: float) -> tuple[float, int]:
@@ -211,8 +208,8 @@ class Tables:
         return [(1 - self.objective) * t + self.objective * e for t, e in zip(seconds, joules, strict=True)]
 
     def least(self, page: Page, name: str, history: int, thinking: float) -> float:
-        """The least chance of a first token, as its drafter gives it, with which some depth pays beside plain decoding, though deciding takes `thinking`
-        plain steps; kept for the life of a page."""
+        """The least chance of a first token, as its drafter gives it, with which some depth pays beside plain decoding, though deciding takes
+        `thinking` plain steps; kept for the life of a page."""
         key = name, history & SEEN
         if key not in page.least:
             pays = bisect_left(CHANCES, True, key=lambda c: self._pays(page, name, c, history, thinking))

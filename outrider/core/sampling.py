@@ -191,9 +191,9 @@ def _warmth(rows: Ints, settings: Settings, like: Tensor) -> Tensor | float:
 
 
 def raced_there(logits: Tensor, rows: Ints, depth: Ints, settings: Settings, noise: RowNoise) -> Tensor:
-    """The races of places on a device, float64 [n, V]: whoever ends first has won, as `raced` says of one place on the host. logits [n, V], of which `rows` and how many
-    tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing,
-    unless rows differ in their settings. Sums of top-p are those of one place alone, however many there are."""
+    """The races of places on a device, float64 [n, V]: whoever ends first has won, as `raced` says of one place on the host. logits [n, V], of which
+    `rows` and how many tokens behind their texts (`depth`); for settings that are `bare`, of rows that all sample. The host waits for nothing, unless
+    rows differ in their settings. Sums of top-p are those of one place alone, however many there are."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     x = (x - x.amax(-1, keepdim=True)) / _warmth(rows, settings, x)
     if settings.any("top_p", 1.0):
@@ -253,8 +253,8 @@ def line(raw: NDArray[Any], place: int, draft: Draft, settings: Settings) -> tup
 
 
 def raced(logits: Tensor, at: int, place: int, draft: Draft, settings: Settings, noise: RowNoise, below: int = 0) -> tuple[int, float]:
-    """Who wins the race at a place whose logits are the `at`-th of [..., V] in the host's memory, and its share among those that come near it. `below`: so many
-    nodes after that place, which the draft does not hold yet; for settings that are `bare`."""
+    """Who wins the race at a place whose logits are the `at`-th of [..., V] in the host's memory, and its share among those that come near it.
+    `below`: so many nodes after that place, which the draft does not hold yet; for settings that are `bare`."""
     row = tree.row_at(draft, place)
     s, depth, vocab = settings.params[row], tree.depth_at(draft, place) + 1 + below, logits.shape[-1]
     if races is not None and _readable(logits, s, settings):
@@ -305,7 +305,8 @@ class Race:
 
 
 def walked(scores: Scores, draft: Draft, settings: Settings, noise: RowNoise) -> tuple[list[int], int] | None:
-    """The nodes of one row's draft that win the races at their parents, from the text's end on, and who wins after the last. None: `raced` is to be asked, place by place."""
+    """The nodes of one row's draft that win the races at their parents, from the text's end on, and who wins after the last. None: `raced` is to be
+    asked, place by place."""
     logits, s = scores.computed, settings.params[0]
     if races is None or draft.rows > 1 or s.temperature == 0 or not _readable(logits, s, settings):
         return None

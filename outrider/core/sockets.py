@@ -60,13 +60,13 @@ class Drafter(Protocol):
         levels: int = 1,
         on: On | None = None,
     ) -> Draft:
-        """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that
-        it has no guess for gets none. Places of the same step come in growing depth. At width 1 it may go on down to
-        `levels` levels by itself, where that is cheaper than being asked again; whoever waits for each of its guesses then calls
-        `on(score)` after one, or `on(score, True)` where the next is found already, and stops where that is False. Of such levels `saved` of the drafter, if it
-        has that, says how many took no step of their own in this call. One that has `likely` is told there, before a call, how many levels it will probably go: to read further ahead
-        would be for nothing; one that has `tail`, with how many tokens of one text's end it may begin (0: with all; None: as it began). One whose `queues` is True also takes `target`, a model that may be asked (`HFModel.queue`) to
-        score the whole draft and what is proposed before the host knows its tokens."""
+        """The draft with up to `width` children below each frontier place, marked with the bit `source`. A place that it has no guess for gets none.
+        Places of the same step come in growing depth. At width 1 it may go on down to `levels` levels by itself, where that is cheaper than being
+        asked again; whoever waits for each of its guesses then calls `on(score)` after one, or `on(score, True)` where the next is found already, and
+        stops where that is False. Of such levels `saved` of the drafter, if it has that, says how many took no step of their own in this call. One
+        that has `likely` is told there, before a call, how many levels it will probably go: to read further ahead would be for nothing; one that has
+        `tail`, with how many tokens of one text's end it may begin (0: with all; None: as it began). One whose `queues` is True also takes `target`,
+        a model that may be asked (`HFModel.queue`) to score the whole draft and what is proposed before the host knows its tokens."""
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Called after every commit, also when others drafted or nobody did. Records, computes nothing."""
@@ -105,11 +105,12 @@ class Controller(Protocol):
         """The places that drafter `name` is to extend now: roots before it starts, its latest nodes from then on."""
 
     def on(self, score: float, free: bool = False) -> bool:
-        """The drafter that was let go last has put a node of this score below its latest, by itself: may it put another, which is `free` if it took no step to
-        find? False: not before `more` was asked."""
+        """The drafter that was let go last has put a node of this score below its latest, by itself: may it put another, which is `free` if it took
+        no step to find? False: not before `more` was asked."""
 
     def blind(self, name: str) -> int:
-        """Levels that the drafter that `more` has let go may go without being asked between them, and be verified as they are; 0: that is not known."""
+        """Levels that the drafter that `more` has let go may go without being asked between them, and be verified as they are; 0: that is not
+        known."""
 
     def went(self, name: str, draft: Draft, frontier: Places) -> None:
         """So it did; these are its deepest nodes, and all of the draft is being verified."""

@@ -86,18 +86,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asked. `ends`: token ids that finish it. `cut(generated, new)`: how many of the new tokens stay if
-    a stop string ends inside them, else None. `drafters`: names allowed, None for all. `limits`: of its drafts."""
+    """What a user asked."""
 
     id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
     seed: int
     rule: str
-    ends: frozenset[int] = frozenset()
-    cut: Cut | None = None
-    drafters: frozenset[str] | None = None
-    limits: Limits = Limits()
+    ends: frozenset[int] = frozenset()  # token ids that finish it
+    cut: Cut | None = None  # (generated, new): how many of the new tokens stay if a stop string ends inside them, else None
+    drafters: frozenset[str] | None = None  # names allowed; None: all
+    limits: Limits = Limits()  # of its drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -145,23 +144,20 @@ class Draft:
     """A ragged forest for a batch of `rows` rows; no nodes is legal and common.
 
     Lists over nodes (a step has few, and plain lists are the quickest for few), parents before children, siblings in the
-    order they are to be tried: token; parent (a place); row; depth (1 = follows the committed text); source (bit mask
-    of drafters); kind (POINT, SAMPLED, DISTINCT); q_row (row of `q` it was drawn from, -1 for POINT); score (the
-    estimate of the drafter that made the node that it is accepted given its parent). `again`: the estimates of those who
-    said the same later, by node and mark; None: nobody did. Never changed in place.
+    order they are to be tried. Never changed in place.
     """
 
     rows: int
     token: list[int] = field(default_factory=list)
-    parent: list[int] = field(default_factory=list)
+    parent: list[int] = field(default_factory=list)  # a place
     row: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    source: list[int] = field(default_factory=list)
-    kind: list[int] = field(default_factory=list)
-    q_row: list[int] = field(default_factory=list)
-    score: list[float] = field(default_factory=list)
-    q: Tensor | None = None
-    again: dict[tuple[int, int], float] | None = None
+    depth: list[int] = field(default_factory=list)  # 1: follows the committed text
+    source: list[int] = field(default_factory=list)  # bit mask of drafters
+    kind: list[int] = field(default_factory=list)  # POINT, SAMPLED, DISTINCT
+    q_row: list[int] = field(default_factory=list)  # row of `q` it was drawn from, -1 for POINT
+    score: list[float] = field(default_factory=list)  # what the drafter that made it thinks of its being accepted, given its parent
+    q: Tensor | None = None  # [s, V]: the distributions that nodes were drawn from
+    again: dict[tuple[int, int], float] | None = None  # scores of those who said the same later, by node and mark; None: nobody did
 
     def __len__(self) -> int:
         return len(self.token)
@@ -200,18 +196,16 @@ class Marks:
 
 @dataclass(slots=True)
 class Scores:
-    """Logits of the asked places. `computed` [..., V] may hold others too: `at` are the asked ones' places in it, None:
-    all, in order. `found` [..., 3], as long, is what the model's own step says of each: the best token (largest logit,
-    ties to the lowest id), its logit (NaN if any is), the log of the sum of exponentials; `lies`: it lies in the host's memory in one piece, and is of so many places
-    (0: that is not known). hidden [n, d] or None. `raced`: `found` says who won the race of each place, in place of the best token, and the chance of that.
-    """
+    """Logits of the asked places."""
 
-    computed: Tensor
-    hidden: Tensor | None = None
-    at: list[int] | None = None
+    computed: Tensor  # [..., V]; may hold others, too
+    hidden: Tensor | None = None  # [n, d]
+    at: list[int] | None = None  # the asked ones' places in it; None: all, in order
+    # [..., 3], as long: what the model's own step says of each: the best token (largest logit, ties to the lowest id), its logit (NaN if any is), and the
+    # log of the sum of exponentials.
     found: Tensor | None = None
-    lies: int = 0
-    raced: bool = False
+    lies: int = 0  # that lies in the host's memory in one piece, and is of so many places; 0: that is not known
+    raced: bool = False  # it says who won the race of each place, in place of the best token, and the chance of that
 
     @property
     def logits(self) -> Tensor:
@@ -225,12 +219,11 @@ class Scores:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step decided. paths[r]: accepted nodes of row r, root to leaf; bonus[r]: the token after them, None when
-    an end token or a limit cut the row; discarded[r]: tokens that were decided and then cut."""
+    """What a step decided, by row."""
 
-    paths: list[list[int]]
-    bonus: list[int | None]
-    discarded: list[int]
+    paths: list[list[int]]  # accepted nodes, root to leaf
+    bonus: list[int | None]  # the token after them; None where an end token or a limit cut the row
+    discarded: list[int]  # tokens that were decided and then cut
 
     def renamed(self, names: list[int]) -> "Outcome":
         """The same outcome with node i called names[i]."""
@@ -296,33 +289,29 @@ class Reading:
 class StepRecord:
     """Written once per step; everything that learns or reports reads this.
 
-    Per row: request id, committed length before the step, nodes sent to verification, accepted nodes, emitted tokens,
-    discarded tokens, nodes drafted and then left out (`trimmed`). `seconds`: per stage; `draft NAME` is one drafter's, `look` what
-    drafters took to read what is new before they were asked.
-    `reason`: a code for why the plan was what it was. By model: `forward`, the seconds its forwards took, which stages
-    include; `tiers`, what served its last one (compiled, what it does without if anything, or eager and why; `step`: interpreted or generated code; `host`: native, or Python and why). `levels`: per drafter, the steps it
-    took: how deep it was let go, less the levels that it found without one. `draft`: all that was drafted, without distributions; `kept`: which of its nodes were verified; `tokens`: what
-    came out, per row.
+    Tuples are by row.
     """
 
     plan: Plan
-    requests: tuple[str, ...]
-    context: tuple[int, ...]
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    emitted: tuple[int, ...]
-    discarded: tuple[int, ...]
-    accepted_by: dict[tuple[str, int], int]
-    seconds: dict[str, float]
-    reading: Reading
-    reason: str
-    forward: dict[str, float] = field(default_factory=dict)
+    requests: tuple[str, ...]  # ids
+    context: tuple[int, ...]  # committed length before the step
+    drafted: tuple[int, ...]  # nodes sent to verification
+    accepted: tuple[int, ...]  # of those
+    emitted: tuple[int, ...]  # tokens
+    discarded: tuple[int, ...]  # tokens that were decided and then cut
+    accepted_by: dict[tuple[str, int], int]  # by drafter and depth
+    seconds: dict[str, float]  # by stage; `draft NAME`: one drafter's; `look`: what drafters took to read what is new before they were asked
+    reading: Reading  # of all of the step
+    reason: str  # a code for why the plan was what it was
+    forward: dict[str, float] = field(default_factory=dict)  # by model: seconds of its forwards, which stages include
+    # By model: what served its last forward (compiled, what it does without if anything, or eager and why); `step`: interpreted or generated code; `host`:
+    # native, or Python and why.
     tiers: dict[str, str] = field(default_factory=dict)
-    trimmed: tuple[int, ...] = ()
-    levels: dict[str, int] = field(default_factory=dict)
-    draft: Draft | None = None
-    kept: tuple[int, ...] = ()
-    tokens: tuple[tuple[int, ...], ...] = ()
+    trimmed: tuple[int, ...] = ()  # nodes drafted and then left out
+    levels: dict[str, int] = field(default_factory=dict)  # steps of each drafter: how deep it was let go, less what it found without one
+    draft: Draft | None = None  # all that was drafted, without distributions
+    kept: tuple[int, ...] = ()  # which of its nodes were verified
+    tokens: tuple[tuple[int, ...], ...] = ()  # what came out
 
     def right(self, name: str) -> int:
         """Accepted nodes that a drafter had guessed, by itself or with others, of all rows."""

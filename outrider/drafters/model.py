@@ -28,10 +28,10 @@ MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, s
 class ModelDrafter:
     """A Drafter over any Model. Rows that would outgrow the model's context get no proposal.
 
-    vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different
-    sizes. Ids beyond it are never proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words
-    before along with its own guesses? A chain takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may. `tail`: with how many tokens of one text's end
-    it begins in the next call, if far more are not read yet; 0: with all; None: as it began.
+    vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different sizes. Ids beyond it are never
+    proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words before along with its own guesses? A chain
+    takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may. `tail`:
+    with how many tokens of one text's end it begins in the next call, if far more are not read yet; 0: with all; None: as it began.
     """
 
     needs = ("tokens",)
@@ -106,8 +106,9 @@ class ModelDrafter:
         return self._points(draft, frontier, raced, width, source)
 
     def _ahead(self, seqs: list[Sequence], draft: Draft, frontier: Places, levels: int, settings: Settings, asks: bool) -> int:
-        """Levels that are drafted at once: if one `asks` between them, on a device for which the host would have to wait at each only a few; else all, if the request asks
-        for no floor, which is looked at between calls. 0: whose guesses are drawn from what the verdict must know (`exact`) goes level by level."""
+        """Levels that are drafted at once: if one `asks` between them, on a device for which the host would have to wait at each only a few; else
+        all, if the request asks for no floor, which is looked at between calls. 0: whose guesses are drawn from what the verdict must know (`exact`)
+        goes level by level."""
         if len(seqs) > 1 or len(frontier) > 1 or not hasattr(self.model, "chain") or not (settings.raw or settings.coupled[0]):
             return 0
         levels = min(levels, self.model.spec.context - self._end(seqs, draft, frontier[0]))
@@ -121,8 +122,8 @@ class ModelDrafter:
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, source: int, settings: Settings, noise: RowNoise,
         on: On | None, target: Model | None, likely: int,
     ) -> Draft:  # fmt: skip
-        """Tokens below a place, found one after the other: the likeliest, or who wins the races there. The target's verdict on them is asked for before they are known,
-        if one is given. Nothing is foreseen beyond the levels that are `likely`: it would be read for nothing."""
+        """Tokens below a place, found one after the other: the likeliest, or who wins the races there. The target's verdict on them is asked for
+        before they are known, if one is given. Nothing is foreseen beyond the levels that are `likely`: it would be read for nothing."""
         race = None if settings.raw else Race(draft, place, settings, noise)
         ahead = self._foreseen(seqs, draft, place, likely) if self.foresees and levels > 1 and near(self.model.spec.device) else None
         behind = None if target is None else _behind(target, seqs, draft, place, race)
@@ -141,8 +142,8 @@ class ModelDrafter:
 
     @staticmethod
     def _foreseen(seqs: list[Sequence], draft: Draft, place: int, likely: int) -> Callable[[list[int], int], list[int]]:
-        """What followed the same words earlier in the text, for the model to read along with its own guesses (staged speculative decoding, 2308.04623: a cheaper
-        drafter drafts for the drafter)."""
+        """What followed the same words earlier in the text, for the model to read along with its own guesses (staged speculative decoding,
+        2308.04623: a cheaper drafter drafts for the drafter)."""
         trail = index_of(seqs[tree.row_at(draft, place)]).trail()
         for token in draft.text(tree.ancestors(draft, place)):
             trail.went(token)

@@ -29,8 +29,8 @@ class Cursor:
 
 @dataclass(slots=True)
 class Trail:
-    """A text that somebody else goes on with, followed where the same words stood before. `at`: the place after the last token there, -1: they stood nowhere;
-    `evidence`: tokens in a row that agree; `last`: the last token."""
+    """A text that somebody else goes on with, followed where the same words stood before. `at`: the place after the last token there, -1: they stood
+    nowhere; `evidence`: tokens in a row that agree; `last`: the last token."""
 
     index: "SuffixIndex"
     at: int

@@ -72,10 +72,10 @@ class EmptyOp(IRDLOperation):
 
 @irdl_op_definition
 class ProposeOp(IRDLOperation):
-    """A drafter guesses, level by level: `on` a context, from its roots; `over` a draft, one level below each of its places, at
-    once; `after` a draft, below its leaves. With `beside`, what is guessed again is found there and not drafted twice.
-    `sample`: which of several independent draws this is; `shape`: the parents of a fixed tree's nodes. The result holds what is new, and the drafts it was made
-    after or beside. `overlapped`: its drafter goes on while the target verifies. `blind`, `bounded`: see compiler/passes/lower.py."""
+    """A drafter guesses, level by level: `on` a context, from its roots; `over` a draft, one level below each of its places, at once; `after` a
+    draft, below its leaves. With `beside`, what is guessed again is found there and not drafted twice. `sample`: which of several independent draws
+    this is; `shape`: the parents of a fixed tree's nodes. The result holds what is new, and the drafts it was made after or beside. `overlapped`: its
+    drafter goes on while the target verifies. `blind`, `bounded`: see compiler/passes/lower.py."""
 
     name = "outrider.propose"
     at = operand_def(ContextType | DraftType)

@@ -129,9 +129,9 @@ class Holdups:
 
 @dataclass(slots=True)
 class Curve:
-    """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are
-    (cliffs stay), but that one seen FEW times or less is not believed to take longer than a larger one: it was a busy moment; none is where the smaller are a part
-    of the larger (`nested`). Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
+    """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are (cliffs stay), but that one seen
+    FEW times or less is not believed to take longer than a larger one: it was a busy moment; none is where the smaller are a part of the larger
+    (`nested`). Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
 
     start: float
     slope: float
@@ -276,8 +276,8 @@ class Costs:
         return self.steady.get(at) or (curve.line[0] if curve else 0.0)
 
     def owed(self, at: Situation) -> float:
-        """Seconds of a step of plain decoding now, as plain steps tell: a promise about plain decoding cannot grow with what speculation costs, as the
-        pace does, which only bounds it. Where none was taken yet, what they told elsewhere last is true there too."""
+        """Seconds of a step of plain decoding now, as plain steps tell: a promise about plain decoding cannot grow with what speculation costs, as
+        the pace does, which only bounds it. Where none was taken yet, what they told elsewhere last is true there too."""
         return self._bounded(at, self._plain(at))
 
     def _plain(self, at: Situation) -> float:
@@ -287,8 +287,8 @@ class Costs:
         return self.lately[at][1] if at in self.lately else self.plainly(at)
 
     def _bounded(self, at: Situation, seconds: float) -> float:
-        """Never more than all steps tell of the pace: where nearly all of them draft, the few plain ones stand between wide steps, or met a busy moment, and what
-        they tell too much would be given away."""
+        """Never more than all steps tell of the pace: where nearly all of them draft, the few plain ones stand between wide steps, or met a busy
+        moment, and what they tell too much would be given away."""
         return min(seconds, self.plainly(at) * self.pace or seconds)
 
     def owe(self, at: Situation, seconds: float) -> float:
@@ -313,8 +313,8 @@ class Costs:
         return self.cold[age] if age < COLD else 1.0
 
     def felt(self, ratio: float, age: int = COLD) -> float:
-        """A step took `ratio` times what was expected of it at the present pace, and so many steps into its text. Returns how many times slower the machine is now held
-        to be: that of first steps it tells nothing."""
+        """A step took `ratio` times what was expected of it at the present pace, and so many steps into its text. Returns how many times slower the
+        machine is now held to be: that of first steps it tells nothing."""
         change = 1 + PACE * (min(max(ratio, 1 / JOLT), JOLT) - 1)
         if age < COLD:
             self.cold[age] = max(self.cold[age] * change, 1.0)

@@ -1,7 +1,9 @@
-"""The C++ of attention, as templates of Inductor's: tiles of 64 slots, laid out once for 16 rows (FLOATS: 64) that share a key head and multiplied by the kernel that
-multiplies weights. PAIRS: in bfloat16, for processors that multiply pairs (AVX512-BF16, tiles). FLOATS: in float32 inside, of bfloat16 and float32, for others.
+"""The C++ of attention, as templates of Inductor's: tiles of 64 slots, laid out once for 16 rows (FLOATS: 64) that share a key head and multiplied by
+the kernel that multiplies weights. PAIRS: in bfloat16, for processors that multiply pairs (AVX512-BF16, tiles). FLOATS: in float32 inside, of
+bfloat16 and float32, for others.
 
-Both keep a row's greatest score and the sums over it (Milakov & Gimelshein 2018, as in FlashAttention, 2205.14135), in one order, whatever stands beside.
+Both keep a row's greatest score and the sums over it (Milakov & Gimelshein 2018, as in FlashAttention, 2205.14135), in one order, whatever stands
+beside.
 """
 
 PAIRS = r"""

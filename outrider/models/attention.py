@@ -1,6 +1,7 @@
-"""Attention of few columns over many slots on a CPU: torch's own takes three to eight times as long for the rows of a verification where a CPU multiplies pairs of bfloat16,
-and its sums hang on what stands beside. A template of Inductor's (`attend`), around the same kernel that multiplies weights: the house's (`microkernel`), or Inductor's own
-where the processor has tiles (AMX). A row's result depends neither on how many rows there are nor on hidden slots behind its own.
+"""Attention of few columns over many slots on a CPU: torch's own takes three to eight times as long for the rows of a verification where a CPU
+multiplies pairs of bfloat16, and its sums hang on what stands beside. A template of Inductor's (`attend`), around the same kernel that multiplies
+weights: the house's (`microkernel`), or Inductor's own where the processor has tiles (AMX). A row's result depends neither on how many rows there are
+nor on hidden slots behind its own.
 
 Builds on Inductor's internal interface: where that has changed, `attention` is None and torch's serves.
 """

@@ -83,9 +83,9 @@ def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
 
 
 def _independent(program: torch.export.ExportedProgram) -> bool:
-    """Are all products and all attention of kernels whose rows hang on no other row and on no hidden slot? The house's own are such, and Inductor's of
-    tiles (AMX), which it takes where the processor has them: each row is summed in one order. Where there is less than a block for each thread, sums
-    are split. Products over one element are no sums."""
+    """Are all products and all attention of kernels whose rows hang on no other row and on no hidden slot? The house's own are such, and Inductor's
+    of tiles (AMX), which it takes where the processor has them: each row is summed in one order. Where there is less than a block for each thread,
+    sums are split. Products over one element are no sums."""
     called = [(str(node.target).split("."), node.args) for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     names = [name for (_, name, *_), _ in called]
     if "attend" not in names or any("scaled_dot" in name for name in names):

@@ -17,9 +17,9 @@ MORE, FORESEEN = 1, 2  # what `races.guessed` says
 
 @dataclass(slots=True)
 class Chain:
-    """`tokens` below a place, how likely each is (`chances`), and of how many a forward has computed the keys (`scored`). There are at most `most`; one of
-    `ends` is the last; `on` is asked of each whether one more is wanted: its chance, and True where the next is known by then. `race`: who is picked in place
-    of the likeliest."""
+    """`tokens` below a place, how likely each is (`chances`), and of how many a forward has computed the keys (`scored`). There are at most `most`;
+    one of `ends` is the last; `on` is asked of each whether one more is wanted: its chance, and True where the next is known by then. `race`: who is
+    picked in place of the likeliest."""
 
     most: int
     ends: frozenset[int]
@@ -30,8 +30,8 @@ class Chain:
     scored: int = 0
 
     def read(self, logits: Tensor, found: Tensor, places: int, at: list[int] | None, hints: list[int]) -> bool:
-        """Take in what a forward over the last token and `hints` says: logits [..., V] of its `places`, and what it found there. `at`: which places are the last
-        token's and each hint's, None: these, in order. Is one more wanted?
+        """Take in what a forward over the last token and `hints` says: logits [..., V] of its `places`, and what it found there. `at`: which places
+        are the last token's and each hint's, None: these, in order. Is one more wanted?
 
         Raises OutriderError where the chain comes to logits that are no numbers.
         """

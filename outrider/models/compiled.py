@@ -1,10 +1,10 @@
 """Compiled steps: what serves a model's forwards once another process has built it, from then on and at every later start.
 
-A model gets at most three packages: `any`, whose rows, width and context are symbols, so that one serves every shape;
-`one`, for a single row of a single token, which is a little faster; and `prefill`, which reads the text of a row and leaves out what only
-logits hang on. They are built by a low-priority process and kept on disk, so eager forwards serve at once and nobody waits. Weights are frozen into a package where memory allows it
-(packed and joined: measured at 1.7 times the speed on small models); else packages borrow the model's own.
-Invariant: a package is used only after it has agreed with the eager step on this very model.
+A model gets at most three packages: `any`, whose rows, width and context are symbols, so that one serves every shape; `one`, for a single row of a
+single token, which is a little faster; and `prefill`, which reads the text of a row and leaves out what only logits hang on. They are built by a
+low-priority process and kept on disk, so eager forwards serve at once and nobody waits. Weights are frozen into a package where memory allows it
+(packed and joined: measured at 1.7 times the speed on small models); else packages borrow the model's own. Invariant: a package is used only after it
+has agreed with the eager step on this very model.
 """
 
 import dataclasses
@@ -101,8 +101,8 @@ def has_compiler() -> bool:
 
 
 class Compiled:
-    """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`; `tier`, what serves where one is: one for all
-    of its steps, for costs are kept by it."""
+    """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`; `tier`, what serves where one is: one for
+    all of its steps, for costs are kept by it."""
 
     def __init__(self, recipe: Recipe, step: Step) -> None:
         self.recipe, self.step = recipe, step
@@ -213,8 +213,9 @@ class Compiled:
 
     @torch.inference_mode()
     def _weigh(self) -> None:
-        """After how many single tokens in a row `one` serves them (`steady`): at once where both read the same weights, else when they make up for going over
-        to its copy. On a machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for nothing does."""
+        """After how many single tokens in a row `one` serves them (`steady`): at once where both read the same weights, else when they make up for
+        going over to its copy. On a machine with neighbours a tenth is noise: a wrong `never` would cost plain decoding more than going over for
+        nothing does."""
         given = self._given(1)
         taken = dict(zip(STEPS, seconds_of_each([functools.partial(self.packages[shape], *given) for shape in STEPS]), strict=True))
         gained = taken["any"] - taken["one"]
@@ -232,8 +233,8 @@ class Compiled:
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
-        """Take up a package after it has agreed with the eager step and been faster, which is not timed again at every start; its threads are chosen on the way, and
-        a step's again at every start where they are fewer than there are."""
+        """Take up a package after it has agreed with the eager step and been faster, which is not timed again at every start; its threads are chosen
+        on the way, and a step's again at every start where they are fewer than there are."""
         package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
         eager = Prefill(self.step) if shape == PREFILL else self.step
         given = self._given(COLUMNS[shape])
@@ -273,7 +274,8 @@ class Compiled:
         return table, read, rows
 
     def _share(self, reader: Package) -> None:
-        """How many unread tokens are worth a forward of their own (`least`): a step works out the logits of all that it reads, of which the last ones alone are asked for."""
+        """How many unread tokens are worth a forward of their own (`least`): a step works out the logits of all that it reads, of which the last ones
+        alone are asked for."""
         reader.least = MANY
         for unread in FEWER:
             at_once, in_two = seconds_of_each(self._ways(reader, unread), patience=BRIEF, between=another())
@@ -288,8 +290,8 @@ class Compiled:
 
     @torch.inference_mode()
     def rest(self) -> None:
-        """Nobody waits: how many threads serve best is asked again now and then, ever more seldom. A machine that was busy for a moment at load would be served
-        by one thread for good."""
+        """Nobody waits: how many threads serve best is asked again now and then, ever more seldom. A machine that was busy for a moment at load would
+        be served by one thread for good."""
         if self.packages and time.monotonic() - self.placed >= self.trusted:
             for shape, package in self.packages.items():
                 package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
@@ -334,7 +336,8 @@ def start_builder(recipe: Recipe, folder: Path) -> None:
 
 
 def apart(eager: nn.Module, package: Package, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
-    """How far a package is from the eager step: in logits, over their spread; where it tells none, in a head's key or value of a token, over its length."""
+    """How far a package is from the eager step: in logits, over their spread; where it tells none, in a head's key or value of a token, over its
+    length."""
     one, other = ([x.clone() for x in rows] for _ in range(2))
     want, got = eager(table, read, one), package(table, read, other)
     if want:

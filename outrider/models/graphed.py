@@ -1,9 +1,10 @@
 """CUDA graphs of a step: one launch in place of hundreds, at fixed addresses.
 
-Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use, or before
-the first text if that may wait, and the least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing
-else waits for the host. Who waits for them gets graphs of few large kernels (`joined`); others, where many slots are read, attention that keeps the processors busy. Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with
-the eager step; a capture that fails leaves the model eager, with its reason.
+Widths and slots read are rounded up to buckets, so that few graphs serve; each is captured at its second use, or before the first text if that may
+wait, and the least used is dropped when there are too many. The table of numbers goes up and what the step found comes down: nothing else waits for
+the host. Who waits for them gets graphs of few large kernels (`joined`); others, where many slots are read, attention that keeps the processors busy.
+Same interface as `compiled.Compiled`. Invariant: a graph is used only after it has agreed with the eager step; a capture that fails leaves the model
+eager, with its reason.
 """
 
 import functools
@@ -179,7 +180,8 @@ class Graphs:
 
 
 def trial(step: Step, capacity: int, width: int) -> Tensor:
-    """A table of a chain of `width` nodes behind the text of a row of so many slots, within the first READ: by it graphs are compared with eager steps."""
+    """A table of a chain of `width` nodes behind the text of a row of so many slots, within the first READ: by it graphs are compared with eager
+    steps."""
     context = capacity - MAX_NODES - 1
     table = example(1, width, len(step.windows), after=min(READ, capacity - 1) - width)
     table[..., 0] %= step.vocab

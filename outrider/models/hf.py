@@ -57,8 +57,8 @@ class Meter:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class HFModel:
-    """A Model over a loaded transformers module, with `rows` rows of spec.context tokens. `queued`: the forward over the draft at hand that was asked for before its
-    tokens were known."""
+    """A Model over a loaded transformers module, with `rows` rows of spec.context tokens. `queued`: the forward over the draft at hand that was asked
+    for before its tokens were known."""
 
     own = True  # is its cache nobody else's?
 
@@ -145,9 +145,9 @@ class HFModel:
         return Scores(logits, at=layout.at, found=found, lies=_lies(layout.blocks[0]) if near(self.spec.device) else 0)
 
     def queue(self, seqs: list[Sequence], draft: Draft, place: int, tokens: Tensor, race: Race | None = None) -> Queued | None:
-        """Ask for the scores of one row's root, draft, and a chain below one of its places whose `tokens` [n] are on this device, as nodes len(draft), len(draft) + 1, ...
-        The host does not wait. `score` has them then, if the nodes are `rename`d as they came out; with who won the `race`s of their positions, if there are such. None:
-        that cannot be had here."""
+        """Ask for the scores of one row's root, draft, and a chain below one of its places whose `tokens` [n] are on this device, as nodes
+        len(draft), len(draft) + 1, ... The host does not wait. `score` has them then, if the nodes are `rename`d as they came out; with who won the
+        `race`s of their positions, if there are such. None: that cannot be had here."""
         if self.pinned or tokens.device != self.device or len(draft) + len(tokens) > MAX_NODES:
             return None
         self._catch_up(seqs, [-1])
@@ -167,11 +167,11 @@ class HFModel:
         self, seqs: list[Sequence], draft: Draft, place: int, levels: int, on: On | None = None, race: Race | None = None, ahead: Ahead | None = None,
         behind: Behind | None = None,
     ) -> Guessed:  # fmt: skip
-        """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, their probabilities, and the forwards it took. The guesses
-        are this step's scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last may not be scored. Where the host sees
-        each of them, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees is read in the same forward: as far as it is right, more
-        than one token is found in each, and the same ones. Elsewhere what is `behind` the chain is asked for before the host waits for both. Who wins the `race` is taken
-        in place of the likeliest."""
+        """What is likeliest after a place of one row, after that, and so on: at most `levels` tokens, their probabilities, and the forwards it took.
+        The guesses are this step's scratch, as nodes len(draft), len(draft) + 1, ..., until `rename` says what became of them; the last may not be
+        scored. Where the host sees each of them, `on` says whether one more is wanted, an end token is the last, and what `ahead` foresees is read in
+        the same forward: as far as it is right, more than one token is found in each, and the same ones. Elsewhere what is `behind` the chain is
+        asked for before the host waits for both. Who wins the `race` is taken in place of the likeliest."""
         self._catch_up(seqs, [place])
         seq = seqs[tree.row_at(draft, place)]
         if near(self.spec.device):
@@ -227,9 +227,9 @@ class HFModel:
             self.prefill(long)
 
     def pin(self) -> None:
-        """From now on every step runs in one tier, at one width (or narrower, where a package gives every column the bits it has alone), over slots that
-        are positions, and no row inherits what another computed: a token's logits are then the same bits whatever was drafted. Source: the house's
-        strict mode.
+        """From now on every step runs in one tier, at one width (or narrower, where a package gives every column the bits it has alone), over slots
+        that are positions, and no row inherits what another computed: a token's logits are then the same bits whatever was drafted. Source: the
+        house's strict mode.
 
         Raises OutriderError for a routed model: the sums of its experts depend on which tokens share a step.
         """
@@ -340,8 +340,8 @@ class HFView(HFModel):
 
 
 def _picked(out: tuple[Tensor, Tensor], race: Race | None, below: int) -> tuple[Tensor, Tensor]:
-    """Of what a forward put out, the last column's token [1], and what tells how likely that is: what was found there, or the race so many nodes below the place. What a
-    graph found lives until its next step."""
+    """Of what a forward put out, the last column's token [1], and what tells how likely that is: what was found there, or the race so many nodes
+    below the place. What a graph found lives until its next step."""
     logits, found = out
     if race is None:
         told = found[0, -1].clone()

@@ -49,7 +49,8 @@ def join(step: Step, rows: list[Tensor]) -> Form:
 
 
 def apart(rows: list[Tensor]) -> list[Tensor]:
-    """The same memory, as tensors that know nothing of one another: of views of one block that are written to AOTAutograd would make one tensor, and fails."""
+    """The same memory, as tensors that know nothing of one another: of views of one block that are written to AOTAutograd would make one tensor, and
+    fails."""
     return [from_dlpack(x) for x in rows]
 
 
@@ -70,7 +71,8 @@ def worth_joining(step: Step) -> bool:
 
 
 def _exported(step: Step, width: int, rows: list[Tensor]) -> nn.Module:
-    """The step as a graph in which columns (but for one) and slots are symbols. Its attention is the process's for that time: one export after the other."""
+    """The step as a graph in which columns (but for one) and slots are symbols. Its attention is the process's for that time: one export after the
+    other."""
     slots, device = rows[0].shape[2], rows[0].device
     inputs = example(1, width, len(step.windows)).to(device), torch.arange(min(128, slots - 1), device=device), rows
     dim = torch.export.Dim

@@ -1,10 +1,10 @@
 """Slots: who holds which row of a KV cache, where each token's keys lie, and what may look at what.
 
-A cache is a block of `rows` x `capacity` slots per layer. A row's committed tokens lie at slot == position; a step's
-draft nodes lie behind them as scratch, in the order they were scored. Commit moves the accepted ones to their
-positions (a chain is already there) and forgets the rest by lowering the length. Rows in use are rows 0..n-1, so a
-step of the whole batch reads the cache without a gather; rows given back keep their text for reuse by later prompts.
-Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives, of a text that may begin behind the request's beginning (`begin_at`).
+A cache is a block of `rows` x `capacity` slots per layer. A row's committed tokens lie at slot == position; a step's draft nodes lie behind them as
+scratch, in the order they were scored. Commit moves the accepted ones to their positions (a chain is already there) and forgets the rest by lowering
+the length. Rows in use are rows 0..n-1, so a step of the whole batch reads the cache without a gather; rows given back keep their text for reuse by
+later prompts. Invariant after every commit: slots [0, cached) of a row hold exactly what recomputing its first `cached` tokens gives, of a text that
+may begin behind the request's beginning (`begin_at`).
 """
 
 from array import array
@@ -26,17 +26,16 @@ BUCKET = 64  # slots read are rounded up to this, so that shapes recur
 
 @dataclass(slots=True)
 class Row:
-    """One row. `text`: the tokens whose keys are in slots [0, cached); `skipped`: tokens of the request before these, which are left out: positions and slots count from behind them; `base`: where scratch begins in this step, or
-    -1 when the step has not touched the row; `scratch`: node -> which scratch slots it sees, in the order of slots."""
+    """One row."""
 
     index: int
-    text: list[int] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)  # the tokens whose keys are in slots [0, cached)
     owner: Sequence | None = None
-    base: int = -1
-    scratch: dict[int, int] = field(default_factory=dict)
-    resumed: bool = False
-    used: int = 0
-    skipped: int = 0
+    base: int = -1  # where scratch begins in this step; -1: it has not touched the row
+    scratch: dict[int, int] = field(default_factory=dict)  # node -> which scratch slots it sees, in the order of slots
+    resumed: bool = False  # does what is laid out now go on with this step's scratch?
+    used: int = 0  # when it was given back last, in requests
+    skipped: int = 0  # tokens of the request before `text`, which are left out: positions and slots count from behind them
 
     @property
     def cached(self) -> int:
@@ -50,9 +49,9 @@ Column = tuple[int, ...]
 class Block:
     """One forward over rows first .. first + b - 1, which reads `read` slots of each.
 
-    table [b, w, 4 + kinds of windows], per column: token, position, slot, upto, sees. It sees every slot below upto
-    (within its layer's window), and slot upto + k if bit k of sees is set: a step's scratch is no more than 64 slots.
-    Padding columns write to the last slot, which nothing reads. `kept`: how wide the table is, if the row's next forward of this width is written into it; else 0.
+    table [b, w, 4 + kinds of windows], per column: token, position, slot, upto, sees. It sees every slot below upto (within its layer's window), and
+    slot upto + k if bit k of sees is set: a step's scratch is no more than 64 slots. Padding columns write to the last slot, which nothing reads.
+    `kept`: how wide the table is, if the row's next forward of this width is written into it; else 0.
     """
 
     first: int
@@ -143,7 +142,8 @@ class Rows:
             a.index, b.index = b.index, a.index
 
     def begin_at(self, seq: Sequence, tail: int) -> None:
-        """Let the text begin with its last `tail` tokens, where SPARES times as many are not cached yet; 0: with all, if any were left out. Within a step nothing is changed.
+        """Let the text begin with its last `tail` tokens, where SPARES times as many are not cached yet; 0: with all, if any were left out. Within a
+        step nothing is changed.
 
         Raises OutriderError where `tail` is less than 0."""
         if tail < 0:
@@ -214,7 +214,8 @@ class Rows:
         return Layout(blocks, None if at == list(range(size)) else at)
 
     def _anew(self, seq: Sequence, tokens: list[int], parents: list[int], count: int, first: int = 0) -> Layout:
-        """`layout` of one row's root and of the first `count` of some nodes, called `first` and so on, none of them scored before: what most steps ask."""
+        """`layout` of one row's root and of the first `count` of some nodes, called `first` and so on, none of them scored before: what most steps
+        ask."""
         row = self.of(seq)
         start, end = len(row.text), len(seq.tokens) - row.skipped
         width = end - start + count
@@ -345,7 +346,8 @@ class Rows:
             row.base, row.scratch = -1, {}
 
     def _gather(self, row: Row, path: list[int]) -> int:
-        """Bring what was scored of an accepted path, up to the first node that was not, to the slots behind the text. Returns how many nodes that are."""
+        """Bring what was scored of an accepted path, up to the first node that was not, to the slots behind the text. Returns how many nodes that
+        are."""
         there = 0  # that lie there already, as those of a chain do
         for scored in row.scratch:
             if there == len(path) or path[there] != scored:

@@ -31,8 +31,9 @@ MANY = 32  # unread tokens that are worth a forward of their own until somebody 
 
 class Package:
     """A built step. Call it as a Step. `known`: weights that are in memory, by name; `frozen`: it has its own, packed. `bytes`: what it holds beside
-    `known`; `shares`: all its weights are known ones; `independent`: up to eight columns of a row get the same bits alone and together, whatever hidden slots
-    are read; `note`: why it is not built as it should be, if it is not; `least`: of one that reads text, the unread tokens from which on it is asked.
+    `known`; `shares`: all its weights are known ones; `independent`: up to eight columns of a row get the same bits alone and together, whatever
+    hidden slots are read; `note`: why it is not built as it should be, if it is not; `least`: of one that reads text, the unread tokens from which on
+    it is asked.
 
     Raises OSError or RuntimeError for a damaged file, KeyError for one of another model.
     """
@@ -66,8 +67,8 @@ class Package:
             torch.set_num_threads(before)
 
     def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
-        """Choose how many threads run it, the fewer where that is no slower: a small step waits more for its threads than they bring, but not where it has
-        to fetch its weights. Measured here, the way it runs in a step: some forwards in a row after another model's."""
+        """Choose how many threads run it, the fewer where that is no slower: a small step waits more for its threads than they bring, but not where
+        it has to fetch its weights. Measured here, the way it runs in a step: some forwards in a row after another model's."""
         counts = sorted({1, torch.get_num_threads()})
 
         def on(threads: int) -> None:
@@ -108,8 +109,8 @@ def another() -> Callable[[], object]:
 
 
 def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06, between: Callable[[], object] = int) -> list[float]:
-    """The lower quartile of 3 to 50 calls of each, as many as fit into `patience` seconds a piece, made in turn: what else the machine does meanwhile meets all of them.
-    What is done `between` them is not timed."""
+    """The lower quartile of 3 to 50 calls of each, as many as fit into `patience` seconds a piece, made in turn: what else the machine does meanwhile
+    meets all of them. What is done `between` them is not timed."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + patience * len(calls)
     while len(times[0]) < 3 or (len(times[0]) < 50 and time.perf_counter() < end):

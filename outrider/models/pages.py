@@ -1,5 +1,5 @@
-"""Weights on huge pages. A step reads all of them from end to end: on pages of 4 KB that is a page walk for each 4 KB, and on a virtual machine two in
-one. Many Linux systems give huge pages to those who ask, and to nobody else.
+"""Weights on huge pages. A step reads all of them from end to end: on pages of 4 KB that is a page walk for each 4 KB, and on a virtual machine two
+in one. Many Linux systems give huge pages to those who ask, and to nobody else.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ HUGE, LINE = 2 << 20, 64  # bytes of a huge page, and of a cache line, to which 
 
 
 def together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that lie one behind the other on huge pages, by name; what is one tensor under two names stays one. Those on a device, those with gaps, and
-    all where the system knows no such pages or has no room, are given back as they are. The memory is freed with the last of the copies."""
+    """Copies that lie one behind the other on huge pages, by name; what is one tensor under two names stays one. Those on a device, those with gaps,
+    and all where the system knows no such pages or has no room, are given back as they are. The memory is freed with the last of the copies."""
     once = {_where(t): t for t in tensors.values() if t.device.type == "cpu" and t.is_contiguous() and t.nbytes}
     if not once or not hasattr(mmap, "MADV_HUGEPAGE"):
         return dict(tensors)

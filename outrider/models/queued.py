@@ -1,4 +1,5 @@
-"""A forward that was asked for before the host knows the last tokens of its draft: a chain of them lies on the device, made there by a forward before it.
+"""A forward that was asked for before the host knows the last tokens of its draft: a chain of them lies on the device, made there by a forward before
+it.
 
 What the target says of the chain comes to the host together with the chain, in one wait.
 """
@@ -37,8 +38,8 @@ class Lap:
 
 @dataclass(slots=True)
 class Queued:
-    """`computed` [1, w, V] and `found` [1, w, 3] of a row's text and its draft, as `Scores` has them; `found` is to be replaced by what the host has of it. `root`: the
-    column of the text's last token, behind which the nodes stand as the row's scratch has them."""
+    """`computed` [1, w, V] and `found` [1, w, 3] of a row's text and its draft, as `Scores` has them; `found` is to be replaced by what the host has
+    of it. `root`: the column of the text's last token, behind which the nodes stand as the row's scratch has them."""
 
     row: Row
     root: int

@@ -1,8 +1,8 @@
 """Where a package keeps what lies between its kernels: on the stack where sizes are fixed, else in room that is kept from call to call.
 
-Inductor makes a tensor of each and frees it. Its own writer of calls with buffers on the stack is derived from here: it also takes sizes that are known
-only when the package runs. Builds on Inductor's internal interface, as `microkernel` does. What a package gives is never kept: it would lie where its next
-call writes.
+Inductor makes a tensor of each and frees it. Its own writer of calls with buffers on the stack is derived from here: it also takes sizes that are
+known only when the package runs. Builds on Inductor's internal interface, as `microkernel` does. What a package gives is never kept: it would lie
+where its next call writes.
 """
 
 import contextlib

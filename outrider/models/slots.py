@@ -78,8 +78,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # types of transformers
 class SlotCache:
     """The transformers Cache made of SlotLayers, and the Store that moves their slots.
 
-    `blocks`: their memory [keys and values, rows, heads, capacity, d], one block for all of one shape: what is moved is moved in all layers at once. `lies`: of those in the
-    host's memory, what machine code asks, which would take longer to ask a tensor in each step than to move what it has.
+    `blocks`: their memory [keys and values, rows, heads, capacity, d], one block for all of one shape: what is moved is moved in all layers at once.
+    `lies`: of those in the host's memory, what machine code asks, which would take longer to ask a tensor in each step than to move what it has.
     """
 
     def __init__(self, layers: int, rows: int, context: int) -> None:
@@ -92,8 +92,8 @@ class SlotCache:
 
     @torch.inference_mode()
     def allocate(self, device: torch.device, probe: Callable[[Tensor], object]) -> None:
-        """Let the model show the shapes of its keys, and make room for them, zero at first (a NaN behind a mask would leak): `probe` runs one forward of a
-        zero [1, 1]."""
+        """Let the model show the shapes of its keys, and make room for them, zero at first (a NaN behind a mask would leak): `probe` runs one forward
+        of a zero [1, 1]."""
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.aim.at(zero, 1)
         probe(zero)

@@ -41,7 +41,8 @@ def grouped_attention(
 
 @contextmanager
 def attending(function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
-    """Another attention in the place of `grouped_attention`, in the whole process, as long as this lasts: for who exports, compiles or captures a step."""
+    """Another attention in the place of `grouped_attention`, in the whole process, as long as this lasts: for who exports, compiles or captures a
+    step."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, function)
     try:
         yield
@@ -68,8 +69,8 @@ class Step(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """table int64 [b, w, 4 + kinds] and rows as `kv.Block` and `SlotCache.rows` say; read: the slot numbers 0 .. c-1.
 
-        `nodes`: whether any column sees scratch; `hidden` [b, w, d]: what enters the first layer, in place of the tokens. Returns logits [b, w, V] and float64 [b, w, 3]: the best token (largest, ties
-        to the lowest id), its logit (NaN if any is) and the log of the sum of exponentials.
+        `nodes`: whether any column sees scratch; `hidden` [b, w, d]: what enters the first layer, in place of the tokens. Returns logits [b, w, V]
+        and float64 [b, w, 3]: the best token (largest, ties to the lowest id), its logit (NaN if any is) and the log of the sum of exponentials.
         """
         self.store.use(rows, table[..., 2], read.shape[0])
         text = {"input_ids": table[..., 0].contiguous()} if hidden is None else {"inputs_embeds": hidden}
@@ -96,8 +97,8 @@ class Step(nn.Module):
 
 
 class Prefill(nn.Module):
-    """The same forward for the keys and values that it writes, of columns that are text. Eagerly the head sees one of them; compiled, what only logits hang on is
-    left out, the last layer's attention and feed-forward included."""
+    """The same forward for the keys and values that it writes, of columns that are text. Eagerly the head sees one of them; compiled, what only
+    logits hang on is left out, the last layer's attention and feed-forward included."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()

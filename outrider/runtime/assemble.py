@@ -110,7 +110,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     tails = frozenset(name for name, part in parts.items() if hasattr(part, "tail"))
     controller = Adaptive(keeper.tables, model.meter.served, s.slowdown_limit, cautious=profiler.PATIENCE > 0, tails=tails)
     engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
-    engine.jit.prepare([Plan(), *controller.plans.values()], engine.facts[True])
+    engine.jit.prepare([Plan(), *controller.plans.made.values()], engine.facts[True])
     return Runtime(engine, tokenizer, sizes, s.rule, keeper)
 
 
@@ -167,8 +167,8 @@ def _wait(made: list[Any], strict: bool) -> None:
 
 
 def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
-    """The dtype of target and drafts. auto, on a CPU: the target's own where its steps will be compiled with the house's kernels, for half the bytes are read;
-    else what torch multiplies fastest here, that or float32, which is never less exact; measured once and kept."""
+    """The dtype of target and drafts. auto, on a CPU: the target's own where its steps will be compiled with the house's kernels, for half the bytes
+    are read; else what torch multiplies fastest here, that or float32, which is never less exact; measured once and kept."""
     if s.dtype != "auto" or models.pick_device(s.device).type != "cpu":
         return s.dtype
     folder = models.locate(target)

@@ -20,8 +20,8 @@ Speculation = str | list[str] | dict[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What came out. `tokens`: generated ids only; `origins[i]`: who proposed token i ("target": nobody did);
-    `finish_reason`: stop, length, cancelled, or failed (a drafter would not begin); `logprobs[i]`: id -> log-probability under the target's raw logits."""
+    """What came out. `tokens`: generated ids only; `origins[i]`: who proposed token i ("target": nobody did); `finish_reason`: stop, length,
+    cancelled, or failed (a drafter would not begin); `logprobs[i]`: id -> log-probability under the target's raw logits."""
 
     text: str
     tokens: list[int]

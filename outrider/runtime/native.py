@@ -48,8 +48,8 @@ def sources() -> list[Path]:
 
 
 def place(root: Path = HERE) -> Path:
-    """The folder of what is built of the package at `root` for this interpreter: a hash of both, all modules of the rooms included, for what one says of its
-    types is built into others."""
+    """The folder of what is built of the package at `root` for this interpreter: a hash of both, all modules of the rooms included, for what one says
+    of its types is built into others."""
     digest = hashlib.blake2b(f"{EXTENSION_SUFFIXES} {sys.version}".encode(), digest_size=12)
     for room in MODULES:
         for file in sorted(file for file in (root / room).iterdir() if file.suffix in KINDS):
@@ -69,8 +69,8 @@ class Finder:
         return spec_from_file_location(name, self.files[name]) if name in self.files else None
 
     def load(self) -> None:
-        """The code of them all, which is in one library. Raises ImportError where it cannot be, or where a module is missing: one in Python among these would not be
-        what the others take it for."""
+        """The code of them all, which is in one library. Raises ImportError where it cannot be, or where a module is missing: one in Python among
+        these would not be what the others take it for."""
         wanted = [f"outrider.{room}.{name}" for room, names in MODULES.items() for name in names.split()]
         missing = [name for name in (*wanted, RACES) if name not in self.files]
         libraries = [name for name in self.files if name.endswith("__mypyc")]

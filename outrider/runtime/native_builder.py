@@ -1,5 +1,5 @@
-"""The process that builds the host's part: `python -m outrider.runtime.native_builder [SECONDS TO WAIT]`, of low priority, started by `native`, or by who does
-not want to wait for the start after the next.
+"""The process that builds the host's part: `python -m outrider.runtime.native_builder [SECONDS TO WAIT]`, of low priority, started by `native`, or by
+who does not want to wait for the start after the next.
 
 Invariant: what was built is used only after it wrote the texts that Python writes (`witness`).
 """
@@ -81,8 +81,8 @@ def build(folder: Path) -> None:
 
 
 def _make(work: Path, modules: list[str]) -> None:
-    """Into work/built. Where the compiler is GCC, it is made twice: what the first one counts while it writes texts says to the second one what belongs
-    together, and a step, which finds most of its code in memory, touches less of that."""
+    """Into work/built. Where the compiler is GCC, it is made twice: what the first one counts while it writes texts says to the second one what
+    belongs together, and a step, which finds most of its code in memory, touches less of that."""
 
     def make(into: str, counts: str) -> None:
         _run([sys.executable, "-c", MAKE, into, counts, RACES, *modules], {}, work)
@@ -95,8 +95,9 @@ def _make(work: Path, modules: list[str]) -> None:
 
 
 def settled(text: str) -> str:
-    """A source whose numbers and strings are said to be `Final`: machine code holds them then, and need not find each by its name in a module's dictionary. Left as
-    they are: other constants, those on several lines, with a type of their own, or bound together by anything but a tuple of as many."""
+    """A source whose numbers and strings are said to be `Final`: machine code holds them then, and need not find each by its name in a module's
+    dictionary. Left as they are: other constants, those on several lines, with a type of their own, or bound together by anything but a tuple of as
+    many."""
     lines, known = text.encode().split(b"\n"), dict[str, Any]()
     for made in ast.parse(text).body:
         if isinstance(made, ast.Assign) and made.lineno == made.end_lineno and (said := _settled(made, known)):
@@ -122,8 +123,9 @@ def _settled(made: ast.Assign, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def constructed(text: str) -> str:
-    """A source with the constructors of its dataclasses written out: those that `dataclasses` makes stay Python, and steps make a dozen objects. Each takes the
-    place of a blank line, so that tracebacks tell true lines. Left as they are: classes that are frozen, not native, derived, or have one of their own."""
+    """A source with the constructors of its dataclasses written out: those that `dataclasses` makes stay Python, and steps make a dozen objects. Each
+    takes the place of a blank line, so that tracebacks tell true lines. Left as they are: classes that are frozen, not native, derived, or have one
+    of their own."""
     lines = text.split("\n")
     for made in ast.parse(text).body:
         if isinstance(made, ast.ClassDef) and not made.bases and (line := _constructor(made)) and not lines[made.end_lineno or 0]:
@@ -175,7 +177,8 @@ def practise() -> None:
 
 
 def witness() -> list[list[int]]:
-    """Texts of a table model, greedy and by both rules, with both kinds of drafters, winners of races, and chains of guesses: the same, whoever runs them."""
+    """Texts of a table model, greedy and by both rules, with both kinds of drafters, winners of races, and chains of guesses: the same, whoever runs
+    them."""
     texts = []
     for rule, temperature, width in (("coupled", 0.0, 2), ("coupled", 0.8, 2), ("exact", 0.8, 1)):
         target, small = (ToyModel(VOCAB, 1, name=name, blend=(2, share)) for name, share in (("target", 0.0), ("small", 0.4)))
@@ -236,8 +239,8 @@ def main(folder: Path, later: float = 0.0) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove the oldest builds, all but the latest KEPT, and never this one; what another process finds is whole or not there. And what builders that were
-    killed left behind: tens of megabytes each."""
+    """Remove the oldest builds, all but the latest KEPT, and never this one; what another process finds is whole or not there. And what builders that
+    were killed left behind: tens of megabytes each."""
     others = [f for f in folder.parent.iterdir() if f.is_dir()]
     made = sorted((f for f in others if f != folder and (f / "built").is_dir()), key=lambda f: f.stat().st_mtime)
     for old in made[: max(len(made) + 1 - KEPT, 0)]:

@@ -184,9 +184,9 @@ def _requests(engine: Engine, filler: Filler, context: int, rows: int, sampled: 
 
 
 def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
-    """Warm up, then every size in turn, the coarse ones first and `between` plain steps before each, then levels, then plain steps in a row. Of a model that has
-    just read the prompt the first levels find its weights cold: they are not counted, and then levels are many, where that weighs least. What it takes to read a few
-    tokens is seen behind what others wrote, and behind plain steps."""
+    """Warm up, then every size in turn, the coarse ones first and `between` plain steps before each, then levels, then plain steps in a row. Of a
+    model that has just read the prompt the first levels find its weights cold: they are not counted, and then levels are many, where that weighs
+    least. What it takes to read a few tokens is seen behind what others wrote, and behind plain steps."""
     sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
     levels = [Plan(((name, n, 1),)) for name in models for n in (1, LEVELS[-1], *reversed(LEVELS))]
     asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]

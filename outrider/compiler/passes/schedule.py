@@ -27,11 +27,11 @@ ORDERS = ("level", "best-first")
 
 @dataclass(frozen=True)
 class Schedule(ModulePass):
-    """`trees`: words like `model:0.7,0.2,0.05`, how often a drafter's k-th likeliest child is right: it draws the best tree of `nodes` nodes, at
-    most as deep as its plan. `costs`: words like `lookup:0.02 model:0.3`, what asking a drafter costs for all of its draft (none: the order stands), and
-    `target:1`, what it costs to verify that; `devices`: words like `model:cuda-1`, drafters that do not share the target's device (which `target:cuda-0`
-    names); `order`: best-first or level, of trees. `acceptance`: words like `model:0.8`, drafters that are overlapped with verification where that saves
-    more than the share `margin` of a step, at a cost of `sync` a step for two devices to meet."""
+    """`trees`: words like `model:0.7,0.2,0.05`, how often a drafter's k-th likeliest child is right: it draws the best tree of `nodes` nodes, at most
+    as deep as its plan. `costs`: words like `lookup:0.02 model:0.3`, what asking a drafter costs for all of its draft (none: the order stands), and
+    `target:1`, what it costs to verify that; `devices`: words like `model:cuda-1`, drafters that do not share the target's device (which
+    `target:cuda-0` names); `order`: best-first or level, of trees. `acceptance`: words like `model:0.8`, drafters that are overlapped with
+    verification where that saves more than the share `margin` of a step, at a cost of `sync` a step for two devices to meet."""
 
     name = "schedule"
     costs: str = ""
