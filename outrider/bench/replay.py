@@ -38,19 +38,17 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One prompt. `guesses[name][t]`: (tokens, scores) of a drafter's continuation after t generated tokens; `steps[name][t]`: after how many of its
-    tokens each step of the drafter but the first began, where it reads ahead; `prefill`: seconds that the target took to read the prompt, of which
-    the guard gives drafters a part; `asked`: tokens that it might have had, for who decides does not know where a text ends."""
+    """One prompt, and what came of it."""
 
     prompt: str
     category: str
     sampled: bool
-    length: int
-    tokens: list[int]
-    guesses: dict[str, list[tuple[list[int], list[float]]]]
-    prefill: float = 0.0  # 0: not written down
-    asked: int = 0  # the same
-    steps: dict[str, list[list[int]]] = field(default_factory=dict)
+    length: int  # tokens of the prompt
+    tokens: list[int]  # generated
+    guesses: dict[str, list[tuple[list[int], list[float]]]]  # [name][t]: (tokens, scores) of a drafter's continuation after t generated tokens
+    prefill: float = 0.0  # seconds that the target took to read the prompt, of which the guard gives drafters a part; 0: not written down
+    asked: int = 0  # tokens that it might have had, for who decides does not know where a text ends; 0: likewise
+    steps: dict[str, list[list[int]]] = field(default_factory=dict)  # likewise: after how many of these each step of it but the first began
 
     def taken(self, name: str, t: int, levels: int) -> int:
         """Steps of a drafter that so many levels take after t tokens."""

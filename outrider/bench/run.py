@@ -43,24 +43,23 @@ WARM = prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt written by one contender. `seconds`: from the request to its end; `first_tokens`: those that came with
-    the first. `calls` of the target, `drafted`, `accepted`, `draft_seconds` and `verify_seconds`, those of the models'
-    forwards alone (on a CPU: a GPU's run on after they were asked for), are of what followed. `joules` are of all."""
+    """One prompt written by one contender."""
 
     prompt: str
     category: str
     contender: str
     tokens: list[int]
-    first_tokens: int
-    seconds: float
+    first_tokens: int  # those that came with the first one
+    seconds: float  # from the request to its end
     first_token_seconds: float
+    # Of what followed the first: calls of the target, guesses, and seconds of the models' forwards alone (on a CPU: a GPU's run on after they were asked for).
     calls: int
     drafted: int
     accepted: int
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     tiers: dict[str, int] = field(default_factory=dict)
-    joules: float | None = None
+    joules: float | None = None  # of all
 
     @property
     def later(self) -> int:

@@ -20,19 +20,16 @@ READING = 0.5  # of the time that the target took to read a prompt: what drafter
 
 @dataclass(slots=True)
 class Ledger:
-    """Credit in seconds by request. `stalls`: speculative steps that took longer than the bad case they were admitted
-    with; `debts`: those that left a debt; `worst`: the largest one, in seconds. `holdups`: what plain steps
-    met of late; `spared`: seconds of holding up that speculative steps may still have, as plain ones would;
-    `unread`: by request, seconds that drafters may still take to read its prompt."""
+    """What every request may still spend."""
 
-    allowance: float = 0.05
-    credit: dict[str, float] = field(default_factory=dict)
-    stalls: int = 0
-    debts: int = 0
-    worst: float = 0.0
-    holdups: Holdups = field(default_factory=Holdups)
-    spared: float = 0.0
-    unread: dict[str, float] = field(default_factory=dict)
+    allowance: float = 0.05  # share of plain decoding's time that a token earns beside it
+    credit: dict[str, float] = field(default_factory=dict)  # seconds, by request
+    stalls: int = 0  # speculative steps that took longer than the bad case they were admitted with
+    debts: int = 0  # those that left a debt
+    worst: float = 0.0  # the largest one, in seconds
+    holdups: Holdups = field(default_factory=Holdups)  # what plain steps met of late
+    spared: float = 0.0  # seconds of holding up that speculative steps may still have, as plain ones would
+    unread: dict[str, float] = field(default_factory=dict)  # by request: seconds that drafters may still take to read its prompt
 
     def begin(self, request: str, plain: float) -> float:
         """The credit of a request; where it was not heard of before, its grant."""

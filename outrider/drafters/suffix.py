@@ -29,13 +29,12 @@ class Cursor:
 
 @dataclass(slots=True)
 class Trail:
-    """A text that somebody else goes on with, followed where the same words stood before. `at`: the place after the last token there, -1: they stood
-    nowhere; `evidence`: tokens in a row that agree; `last`: the last token."""
+    """A text that somebody else goes on with, followed where the same words stood before."""
 
     index: "SuffixIndex"
-    at: int
-    evidence: int
-    last: int
+    at: int  # the place after the last token there; -1: they stood nowhere
+    evidence: int  # tokens in a row that agree
+    last: int  # the last token
 
     def foreseen(self, most: int) -> list[int]:
         """What may follow, at most so many tokens: the more have agreed, the more of them."""

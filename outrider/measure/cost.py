@@ -113,11 +113,10 @@ def situation(tier: str, rows: int, context: int, sampled: bool) -> Situation:
 
 @dataclass(slots=True)
 class Holdups:
-    """How much of their time the machine holds plain steps up, of late: `met`, what they took, in steps such as are usual at worst; `held`, what of
-    it was more than that."""
+    """How much of their time the machine holds plain steps up, of late, in steps such as are usual at worst."""
 
-    met: float = CALM_BEFORE
-    held: float = 0.0
+    met: float = CALM_BEFORE  # what they took
+    held: float = 0.0  # what of it was more than usual
 
     def see(self, steps: float) -> float:
         """A plain step took as long as so many. Returns how many of them count."""
@@ -129,18 +128,17 @@ class Holdups:
 
 @dataclass(slots=True)
 class Curve:
-    """Seconds by whole number 0..DEEPEST. `seen`: number -> [observations, mean]. Measured numbers stand as they are (cliffs stay), but that one seen
-    FEW times or less is not believed to take longer than a larger one: it was a busy moment; none is where the smaller are a part of the larger
-    (`nested`). Between them is a straight line, beyond them the assumed `slope`; `start` is what was assumed of 0."""
+    """Seconds by whole number 0..DEEPEST. Measured numbers stand as they are (cliffs stay), but that one seen FEW times or less is not believed to take
+    longer than a larger one: it was a busy moment; none is where the smaller are a part of the larger. Between them is a straight line."""
 
-    start: float
-    slope: float
-    seen: dict[int, list[float]] = field(default_factory=dict)
+    start: float  # what was assumed of 0
+    slope: float  # what is assumed beyond what was measured
+    seen: dict[int, list[float]] = field(default_factory=dict)  # number -> [observations, mean]
     spread: float = 1.5  # of observations over expectations, 99th percentile; no more than WIDEST
     line: list[float] = field(default_factory=list)
     shape: list[float] = field(default_factory=list)  # the line over its value at 0
-    stale: bool = False
-    nested: bool = False
+    stale: bool = False  # was anything seen since they were drawn?
+    nested: bool = False  # are the smaller a part of the larger?
 
     def __post_init__(self) -> None:
         self.spread = min(self.spread, WIDEST)

@@ -17,17 +17,15 @@ MORE, FORESEEN = 1, 2  # what `races.guessed` says
 
 @dataclass(slots=True)
 class Chain:
-    """`tokens` below a place, how likely each is (`chances`), and of how many a forward has computed the keys (`scored`). There are at most `most`;
-    one of `ends` is the last; `on` is asked of each whether one more is wanted: its chance, and True where the next is known by then. `race`: who is
-    picked in place of the likeliest."""
+    """What a draft model says below a place, one token after the other."""
 
-    most: int
-    ends: frozenset[int]
-    on: On | None = None
-    race: Race | None = None
+    most: int  # tokens
+    ends: frozenset[int]  # one of these is the last
+    on: On | None = None  # asked of each whether one more is wanted: its chance, and True where the next is known by then
+    race: Race | None = None  # who is picked in place of the likeliest
     tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    scored: int = 0
+    chances: list[float] = field(default_factory=list)  # how likely each is
+    scored: int = 0  # of how many a forward has computed the keys
 
     def read(self, logits: Tensor, found: Tensor, places: int, at: list[int] | None, hints: list[int]) -> bool:
         """Take in what a forward over the last token and `hints` says: logits [..., V] of its `places`, and what it found there. `at`: which places

@@ -47,17 +47,16 @@ Column = tuple[int, ...]
 
 @dataclass(slots=True)
 class Block:
-    """One forward over rows first .. first + b - 1, which reads `read` slots of each.
+    """One forward over rows first .. first + b - 1.
 
-    table [b, w, 4 + kinds of windows], per column: token, position, slot, upto, sees. It sees every slot below upto (within its layer's window), and
-    slot upto + k if bit k of sees is set: a step's scratch is no more than 64 slots. Padding columns write to the last slot, which nothing reads.
-    `kept`: how wide the table is, if the row's next forward of this width is written into it; else 0.
+    Of a column the table says: token, position, slot, upto, sees. It sees every slot below upto (within its layer's window), and slot upto + k if bit k
+    of sees is set: a step's scratch is no more than 64 slots. Padding columns write to the last slot, which nothing reads.
     """
 
     first: int
-    table: Ints
-    read: int
-    kept: int = 0
+    table: Ints  # [b, w, 4 + kinds of windows]
+    read: int  # slots of each row that are read
+    kept: int = 0  # how wide the table is, if the row's next forward of this width is written into it; else 0
 
 
 @dataclass(slots=True)

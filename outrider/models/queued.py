@@ -38,13 +38,12 @@ class Lap:
 
 @dataclass(slots=True)
 class Queued:
-    """`computed` [1, w, V] and `found` [1, w, 3] of a row's text and its draft, as `Scores` has them; `found` is to be replaced by what the host has
-    of it. `root`: the column of the text's last token, behind which the nodes stand as the row's scratch has them."""
+    """What was asked for of a row's text and its draft."""
 
     row: Row
-    root: int
-    computed: Tensor
-    found: Tensor
+    root: int  # the column of the text's last token, behind which the nodes stand as the row's scratch has them
+    computed: Tensor  # [1, w, V], as `Scores` has it
+    found: Tensor  # [1, w, 3], likewise; to be replaced by what the host has of it
     lap: Lap
     raced: bool
 
