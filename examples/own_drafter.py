@@ -5,7 +5,7 @@ from outrider.core import tree
 
 
 class Parrot:
-    name, needs = "parrot", ("tokens",)
+    name, draws = "parrot", False  # it never samples: its guesses may be pruned and merged
 
     def begin(self, seq): ...
 

@@ -232,7 +232,7 @@ def plan(
     as_json: AsJson = False,
     code: Annotated[bool, typer.Option("--code", help="Also the program, and the step that is generated for the plan that is chosen now.")] = False,
 ) -> None:  # fmt: skip
-    """The candidate plans, what each is predicted and observed to cost, the choice and its reason."""
+    """What drafting by each drafter alone is expected to cost and bring in the mean; with --prompt, also what steps took, and why each was what it was."""
     from outrider.control.explain import text
     from outrider.measure.trace import write
 

@@ -276,9 +276,9 @@ def test_changed_weights_or_a_changed_config_are_another_model(folder, tmp_path,
 
 
 def test_settings_threads_and_models_are_all_in_the_fingerprint(folder):
-    one = profile.fingerprint({"target": folder}, dtype="float32", rows=4)
-    assert {"model target", "processor", "cores", "gpu", "threads", "torch", "transformers", "dtype", "rows"} == set(one)
-    assert one["threads"] == str(torch.get_num_threads()) and one["rows"] == "4"
+    one = profile.fingerprint({"target": folder}, dtype="float32", strict=True)
+    assert {"model target", "processor", "cores", "gpu", "threads", "torch", "transformers", "dtype", "strict"} == set(one)
+    assert one["threads"] == str(torch.get_num_threads()) and one["strict"] == "True"
     assert profile.place(one) == profile.place(dict(reversed(one.items()))), "the order of keys does not matter"
     assert len({profile.place({**one, key: "other"}) for key in one} | {profile.place(one)}) == len(one) + 1
 

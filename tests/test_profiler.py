@@ -321,7 +321,7 @@ def test_two_runtimes_add_what_they_learned(folders, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "keys"),
-    [({"dtype": "bfloat16"}, ["dtype"]), ({"rows": 2, "strict": True}, ["rows", "strict"]), ({"draft": "twin"}, ["model 1"])],
+    [({"dtype": "bfloat16"}, ["dtype"]), ({"dtype": "bfloat16", "strict": True}, ["dtype", "strict"]), ({"draft": "twin"}, ["model 1"])],
     ids=str,
 )
 def test_the_profile_of_another_pair_is_refused_with_what_differs(folders, tmp_path, change, keys):
@@ -332,6 +332,15 @@ def test_the_profile_of_another_pair_is_refused_with_what_differs(folders, tmp_p
         pair(other, profile=file, **change)
     assert [part.split(": ")[0] for part in str(refused.value).split("; ")][1:] == keys[1:]
     assert f"{keys[0]}: " in str(refused.value)
+
+
+def test_what_is_learned_of_a_pair_serves_however_many_rows_there_are(folders, tmp_path):
+    """Costs are kept by how many requests run together, which is no more than may: `outrider profile` has one row, and `load` four."""
+    file = tmp_path / "p.json"
+    one = pair(folders, profile=str(file), rows=1)
+    one.generate(TEXT, **HOW)
+    one.keeper.save()
+    assert pair(folders, profile=str(file), rows=3).keeper.tables.state() == json.loads(json.dumps(one.keeper.tables.state()))
 
 
 def test_profile_off_writes_nothing_and_auto_writes_in_the_cache_folder(folders, tmp_path, monkeypatch):

@@ -215,7 +215,7 @@ def test_what_speculation_takes_in_a_step_that_verifies_nothing_is_not_plain_dec
     asked = next(r for r in records if r.levels and not any(r.drafted))
     plain = next(r for r in records if not r.levels)
     with_code = lambda r: replace(r, seconds={**r.seconds, "jit": r.seconds.get("jit", 0.0) + 5.0})  # noqa: E731
-    beside = lambda r: controller.accounts.beside(r, sum(r.seconds.get(f"draft {name}", 0.0) for name in r.levels))  # noqa: E731
+    beside = lambda r: controller.accounts.overhead(r, sum(r.seconds.get(f"draft {name}", 0.0) for name in r.levels))  # noqa: E731
     assert asked.reading.seconds - beside(asked) == pytest.approx(1.0)
     assert beside(with_code(asked)) == pytest.approx(beside(asked) + 5.0)
     assert beside(with_code(plain)) == beside(plain), "plain decoding needs its code as well"

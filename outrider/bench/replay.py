@@ -24,14 +24,13 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import Settings
 from outrider.core.sockets import Controller
-from outrider.core.types import Can, Draft, ModelSpec, Outcome, Places, Plan, Request, SamplingParams, Scores, Sequence, StepRecord
+from outrider.core.types import Draft, ModelSpec, Outcome, Places, Plan, Request, SamplingParams, Scores, Sequence, StepRecord
 from outrider.measure.cost import CALM, DEEPEST, FAR, Costs, situation
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
 
 AT_ONCE = frozenset({"lookup"})  # drafters that say all in one call, and read all of a text; others go level by level, and may begin with its end
 DEPTH = 32  # of the continuations that are written down
-TIER = "replay"
 RECORD = "recording it: outrider bench schedule --trace FILE"
 VERSION = 1
 
@@ -224,7 +223,7 @@ class _Target:
 
     def __init__(self, world: World) -> None:
         self.world, self.meter = world, self._Meter(world.tier)
-        self.spec = ModelSpec("replay", "-", 1 << 30, 1 << 30, 1, 1, 0, "cpu", "float32", Can())
+        self.spec = ModelSpec("replay", "-", 1 << 30, 1 << 30, 1, 1, "cpu", "float32")
 
     def open(self, seq: Sequence) -> None: ...
 

@@ -71,7 +71,7 @@ class Accounts:
             if record.nodes():
                 self.unsettled += _own(record) - earns * self.tables.costs.chill(held.age) * _fewest(record.emitted)
             else:  # charged by its own clock, but for what was thought and drafted
-                self.unsettled += page.owed + self._aside(record, _drafting(record)) - earns * (1.0 if held.calm else min(page.steady, 1.0))
+                self.unsettled += page.owed + self._overhead(record, _drafting(record)) - earns * (1.0 if held.calm else min(page.steady, 1.0))
         self.counted = len(self.held)
         return self.unsettled
 
@@ -92,7 +92,7 @@ class Accounts:
         take now. What they leave is known at their end: a debt that the later ones pay back is none."""
         owed, spent, lost, looks = list[float](), 0.0, 0.0, [h.names for h in slept if h.names]
         for h in slept:
-            took, earned = self._plainly(page, h, self.beside(h.record, _drafting(h.record)))
+            took, earned = self._plainly(page, h, self.overhead(h.record, _drafting(h.record)))
             owed.append(earned)
             spent += took
             lost += took - earned if h.names else 0.0
@@ -120,10 +120,10 @@ class Accounts:
         seqs, record, step, names, chill = held.seqs, held.record, held.step, held.names, self.tables.costs.chill(held.age)
         took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(record.nodes(), DEEPEST)
         read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
-        beside, jit, spent = self.beside(record, drafting), record.seconds.get("jit", 0.0), took - read
+        overhead, jit, spent = self.overhead(record, drafting), record.seconds.get("jit", 0.0), took - read
         own, gained = took - drafting - jit, owed
         if not nodes:
-            spent, owed = self._plainly(page, held, beside)
+            spent, owed = self._plainly(page, held, overhead)
             spent, gained = spent - read, owed
         elif step is not None:
             unit = page.plain * page.spread * chill
@@ -144,10 +144,10 @@ class Accounts:
         if page.plain and (self.tables.drafts >= WARM or self.looks > MANY):
             looked(rows, names, gained / times / page.plain, times)
 
-    def _plainly(self, page: Page, held: Held, beside: float) -> tuple[float, float]:
+    def _plainly(self, page: Page, held: Held, overhead: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""
-        bare = self.ledger.plainly(_own(held.record) - beside, page.owed * page.spread * self.tables.costs.chill(held.age))
-        return bare + beside, bare * (1.0 if held.calm else min(page.steady, 1.0))
+        bare = self.ledger.plainly(_own(held.record) - overhead, page.owed * page.spread * self.tables.costs.chill(held.age))
+        return bare + overhead, bare * (1.0 if held.calm else min(page.steady, 1.0))
 
     def _told(self, page: Page, owed: float, own: float, nodes: int, held: Held) -> None:
         """What a step says of the machine's pace, and a plain one of what plain decoding takes."""
@@ -157,16 +157,16 @@ class Accounts:
         if expected := page.plain * chill * (page.seconds[nodes] if nodes else page.steady if held.calm else 1.0):
             page.plain *= costs.felt(own / expected, held.age)
 
-    def beside(self, record: StepRecord, drafting: float) -> float:
+    def overhead(self, record: StepRecord, drafting: float) -> float:
         """Seconds of thinking and `drafting`: what a step in which nothing was verified would not have taken in plain decoding."""
         choosing = _choosing(record)
         self.quickest = min(choosing, 1.001 * self.quickest)
         if record.levels:
             thinking = choosing - self.quickest + record.seconds.get("draft", 0.0)
             self.thinking += FADED * (min(thinking, 2 * self.thinking or thinking) - self.thinking)
-        return self._aside(record, drafting)
+        return self._overhead(record, drafting)
 
-    def _aside(self, record: StepRecord, drafting: float) -> float:
+    def _overhead(self, record: StepRecord, drafting: float) -> float:
         """The same, and nothing is learned of it."""
         thinking = max(_choosing(record) - self.quickest, 0.0)
         if not record.levels:

@@ -56,6 +56,8 @@ class Adaptive:
     # Before drafting.
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
+        """A plain step, where that is known already; else who may be asked, at most, and the reason if none of them says anything: what they say is
+        weighed as it comes (`more`, `fill`)."""
         self.looking, sleep = 0.0, self.sleep
         sleep.sound = sleep.left > SOUND and sleep.why == RESTING and self.known is not None and seqs == self.known[0]
         self._note_last()
@@ -215,7 +217,7 @@ class Adaptive:
         elif step.stopped == name or (
             cheap and not step.heard and frontier and frontier[0] >= 0 and 0 < draft.depth[frontier[0]] - level != AHEAD - 1
         ):
-            going = []  # it goes on by itself: it has said all it had to say in one call
+            going = []  # it went on by itself, and has said all it had to say; but a chain on a device comes back after AHEAD nodes, to be asked
         else:
             level, frontier = step.gone(name, draft, frontier), tree.open_at(seqs, draft, frontier)
             going = step.deeper(name, draft, frontier)

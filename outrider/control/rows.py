@@ -14,7 +14,7 @@ from outrider.measure.trace import verdicts
 
 PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a step longer each PATIENCE; most steps
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
-GUESSES, UNPAID, SILENT, RESTS = 0, 1, 2, 3  # what a drafter may do in a step
+GUESSES, UNPAID, SILENT, RESTS = 0, 1, 2, 3  # what a drafter may do in a step; of the rows of a batch the least counts
 WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
 LOST = 8  # times as seldom, where they did not pay in the requests before either
@@ -92,7 +92,7 @@ def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]
     if name in row.said:
         del row.said[name]
     if look is None or len(seq.tokens) - read > (LATE if read else EARLY):
-        return GUESSES  # who must read much first asks the guard
+        return GUESSES  # who must read much first is not looked at in passing: `Starts` weighs that
     row.read[name] = len(seq.tokens)
     start = time.perf_counter()
     chance = row.said[name] = look(seq.tokens)
@@ -109,7 +109,7 @@ def _judged(rows: list[Row], record: StepRecord) -> None:
         while right < len(guessed) and right < len(came) and guessed[right] == came[right]:
             right += 1
         wrong = right < min(len(guessed), len(came))
-        rows[0].history = ((((rows[0].history + 1) << right) - 1) << wrong) & 0xFFFF
+        rows[0].history = ((((rows[0].history + 1) << right) - 1) << wrong) & 0xFFFF  # a 1 for each that is right, a 0 for the one that is not
         return
     for n, verdict in verdicts(record):
         row = rows[draft.row[n]]

@@ -160,7 +160,7 @@ class Starts:
                 else self.tables.kinds(step.page, name)
             )
             worth += sum([share * max(1 / rate - 1 / score, 0.0) for share, score in kinds])
-        return worth / len(step.rows) * min([_ahead(s) for s in seqs])
+        return worth / len(step.rows) * min([_to_come(s) for s in seqs])
 
     def _rate(self, seqs: list[Sequence], plain: float, name: str) -> float:
         """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess: asked anew in its first steps, and
@@ -229,7 +229,7 @@ class Starts:
         wait = self._reading(step, name, len(seq.tokens))
         now = max(self.tables.score(page, name, row.sure[name], row.steps[name]), 1 / step.plain, self._rate([seq], page.plain, name))
         then = sum([share * max(1 / step.plain, score) for share, score in self.tables.kinds(page, name)])
-        return 2 * wait <= (1 / now - 1 / then) * _ahead(seq) and not self._too_much(step, name, wait, self.ledger.reading([seq]))
+        return 2 * wait <= (1 / now - 1 / then) * _to_come(seq) and not self._too_much(step, name, wait, self.ledger.reading([seq]))
 
     def tried(self, name: str, cost: float, record: StepRecord, number: int) -> None:
         """What a try brought it has not cost; and where all of it was right, the next one is soon."""
@@ -281,7 +281,7 @@ class Starts:
             self.tables.next.count(f"{name} saved", min(max(saved / promised, 0.0), 1.0))
 
 
-def _ahead(seq: Sequence) -> int:
+def _to_come(seq: Sequence) -> int:
     """Tokens that a request is trusted to go on for."""
     return min(seq.left, seq.produced + AHEAD)
 

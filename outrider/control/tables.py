@@ -45,11 +45,11 @@ class Lesson:
 
 @dataclass(slots=True)
 class Page:
-    """Prices and chances of one situation. Prices are in plain steps."""
+    """Prices and chances of one situation. Prices are in plain steps: such as stand between wider ones, with what that does to caches."""
 
     at: Situation
     plain: float  # seconds of a plain step now
-    owed: float  # seconds of a step of plain decoding, as plain steps alone tell
+    owed: float  # seconds of a step of plain decoding, as plain steps alone tell: what the guarantee counts by
     outdated: bool  # is it time to ask them again?
     spread: float  # 99th percentile of what steps cost, over what is thought
     verify: list[float]  # by nodes, by the objective
@@ -57,11 +57,11 @@ class Page:
     drafting: dict[str, list[float]]  # by drafter and levels
     prices: dict[str, float]  # by drafter: of one level
     after: dict[str, float]  # by drafter: chance of a node below the first
-    steady: float  # what a step of plain decoding takes; a plain step is one that stands between wider ones
+    steady: float  # what a step of plain decoding takes, among others of its kind: less than one, where caches stay warm
     deepest: int  # nodes beyond which not even sure guesses pay
     cheapest: float  # one node of the drafter whose level costs least
-    # What is worked out once asked. By drafter, the chance of its guesses (in hundredths) and steps each (FINE times tenths): what it is worth by itself,
-    # and at how many levels.
+    # What is worked out once asked. By drafter, the chance of its guesses (in hundredths) and steps each (FINE times tenths): what it is worth by
+    # itself, and at how many levels.
     scores: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
     kinds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by drafter: of each kind of text its share, and that
     least: dict[tuple[str, int], float] = field(default_factory=dict)  # by drafter and last verdicts: the least chance of a first token that pays
@@ -80,7 +80,10 @@ class Tables:
         self.bits, self.costs, self.objective, self.energy = dict(bits), costs, objective, energy
         self.costs.take(state.get("costs", {}))
         self.kind, self.predictor = kind, predictor(kind, state.get("predictors", {}).get(kind))
-        self.next = Counters(state.get("next"))  # verdicts of nodes not yet seen, by drafter and the score of the node before; and by rank
+        # How often something was so, by "NAME KEY". KEY is a bucket of a score: the child of an accepted node with it was accepted; "?": any node below
+        # the first was; "s H": the first was, after the last two verdicts H; "rK": the K-th likeliest sibling was; "tI": a text was of kind TEXTS[I];
+        # "steps": its own steps a guess; "saved": how much of a promise to save came; "tail": a text's end was enough.
+        self.next = Counters(state.get("next"))
         self.hedge = Hedge(state.get("hedge"))
         self.drafts, self.count = int(state.get("drafts", 0)), 0
 
@@ -123,22 +126,21 @@ class Tables:
         after = {name: self.next.share(f"{name} ?", UNSEEN) for name in self.bits}
         joules = self.energy.verifying(at) if self.energy is not None and self.objective else None
         verify = self._mixed(curve.shape, joules.drawn().shape) if joules else curve.shape
-        page = Page(
-            at,
-            curve.line[0] * self.costs.pace,
-            self.costs.owed(at),
-            self.costs.outdated(at),
-            curve.spread,
-            verify,
-            curve.shape,
-            drafting,
-            {name: line[1] for name, line in drafting.items()},
-            after,
-            self.costs.plainly(at) / curve.line[0],
-            _deepest(verify),
-            curve.shape[1] + min([line[1] for line in drafting.values()], default=0.0),
+        return Page(
+            at=at,
+            plain=curve.line[0] * self.costs.pace,
+            owed=self.costs.owed(at),
+            outdated=self.costs.outdated(at),
+            spread=curve.spread,
+            verify=verify,
+            seconds=curve.shape,
+            drafting=drafting,
+            prices={name: line[1] for name, line in drafting.items()},
+            after=after,
+            steady=self.costs.plainly(at) / curve.line[0],
+            deepest=_deepest(verify),
+            cheapest=curve.shape[1] + min([line[1] for line in drafting.values()], default=0.0),
         )
-        return page
 
     def score(self, page: Page, name: str, chance: float, steps: float) -> float:
         """Tokens for the time of a plain step, by a drafter alone whose guesses are each right with this chance and take so many steps of its own, at

@@ -23,7 +23,7 @@ POINT, SAMPLED, DISTINCT = 0, 1, 2  # how a node was proposed: chosen; drawn i.i
 TARGET = "target"
 MAX_NODES = 64  # draft nodes of a row in one step; caches keep this much scratch
 On = Callable[..., bool]  # what asks a controller's `on`: (score), or (score, free)
-STAGES: Final[dict[str, str]] = {}  # by drafter
+STAGES: Final[dict[str, str]] = {}  # by drafter: the name of its stage (`stage`)
 QUEUED = "depth:queued"  # why all of a draft is verified: it was under way before anybody knew what of it would do
 AHEAD = 4  # tokens of a chain that are drafted on a device before the host waits for it
 
@@ -63,7 +63,7 @@ class SamplingParams:
     rule: str | None = None
 
 
-Cut = Callable[[list[int], list[int]], int | None]
+Cut = Callable[[list[int], list[int]], int | None]  # of `Request.cut`
 
 
 @mypyc_attr(native_class=False)
@@ -201,11 +201,11 @@ class Scores:
     computed: Tensor  # [..., V]; may hold others, too
     hidden: Tensor | None = None  # [n, d]
     at: list[int] | None = None  # the asked ones' places in it; None: all, in order
-    # [..., 3], as long: what the model's own step says of each: the best token (largest logit, ties to the lowest id), its logit (NaN if any is), and the
-    # log of the sum of exponentials.
+    # [..., 3], as long: what the model's own step says of each: the best token (largest logit, ties to the lowest id), its logit (NaN if any is), and
+    # the log of the sum of exponentials.
     found: Tensor | None = None
-    lies: int = 0  # that lies in the host's memory in one piece, and is of so many places; 0: that is not known
-    raced: bool = False  # it says who won the race of each place, in place of the best token, and the chance of that
+    lies: int = 0  # places of which `found` lies in the host's memory in one piece; 0: that is not known
+    raced: bool = False  # `found` says who won the race of each place and the chance of that, in place of the best token and its logit
 
     @property
     def logits(self) -> Tensor:
@@ -250,16 +250,6 @@ OFF = Plan()  # plain decoding; one for all, so that what was asked for last is 
 
 
 @dataclass(frozen=True, slots=True)
-class Can:
-    """What a model declares it can do."""
-
-    tree: bool = True
-    rollback: bool = True
-    hidden: bool = False
-    view: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Declared, never guessed. `vocab`: a fingerprint of the tokenizer, or a name. Sizes in bytes."""
 
@@ -269,10 +259,8 @@ class ModelSpec:
     context: int
     layers: int
     weight_bytes: int
-    cache_bytes: int
     device: str
     dtype: str
-    can: Can = Can()
 
 
 @dataclass(slots=True)
@@ -304,8 +292,8 @@ class StepRecord:
     reading: Reading  # of all of the step
     reason: str  # a code for why the plan was what it was
     forward: dict[str, float] = field(default_factory=dict)  # by model: seconds of its forwards, which stages include
-    # By model: what served its last forward (compiled, what it does without if anything, or eager and why); `step`: interpreted or generated code; `host`:
-    # native, or Python and why.
+    # By model: what served its last forward (compiled, what it does without if anything, or eager and why); `step`: interpreted or generated code;
+    # `host`: native, or Python and why.
     tiers: dict[str, str] = field(default_factory=dict)
     trimmed: tuple[int, ...] = ()  # nodes drafted and then left out
     levels: dict[str, int] = field(default_factory=dict)  # steps of each drafter: how deep it was let go, less what it found without one

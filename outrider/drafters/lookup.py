@@ -45,7 +45,6 @@ class Lookup:
     Raises OutriderError for a match of no token, one longer than the cap, and a chance outside 0..1.
     """
 
-    needs = ("tokens",)
     draws = False
     saved = 0
 

@@ -34,7 +34,6 @@ class ModelDrafter:
     with how many tokens of one text's end it begins in the next call, if far more are not read yet; 0: with all; None: as it began.
     """
 
-    needs = ("tokens",)
     draws = True
 
     def __init__(self, model: Model, name: str = "model", vocab: int | None = None) -> None:

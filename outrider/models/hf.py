@@ -327,7 +327,7 @@ class HFView(HFModel):
             setattr(self, name, getattr(owner, name))
         self.module = with_layers(owner.module, layers)
         self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
-        self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0, cache_bytes=0)
+        self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0)
         self.forwards, self.computed = 0, 0
         self.compiled, self.queued, self.meter = None, None, Meter(tier="eager:view")
 

@@ -19,12 +19,12 @@ from transformers.utils import logging as hf_logging
 
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Can, Draft, ModelSpec, Request, SamplingParams, Sequence
+from outrider.core.types import Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
-from outrider.models.layers import decoder_layers, routed
+from outrider.models.layers import routed
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -249,20 +249,11 @@ def wrap(
     text = module.config.get_text_config()
     refuse_unfit(module.config, name)
     width = module.get_output_embeddings().weight.shape[0]
-    can = Can(view=_has_layers(module))
     spec = ModelSpec(
-        name, vocab, min(width, tokens or width), context, text.num_hidden_layers, plan.weights, plan.cache,
-        str(module.device), str(module.dtype).removeprefix("torch."), can,
+        name, vocab, min(width, tokens or width), context, text.num_hidden_layers, plan.weights,
+        str(module.device), str(module.dtype).removeprefix("torch."),
     )  # fmt: skip
     return HFModel(module, spec, rows, chunk)
-
-
-def _has_layers(module: Any) -> bool:
-    try:
-        decoder_layers(module)
-    except OutriderError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

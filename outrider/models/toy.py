@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.noise import address, uniform
-from outrider.core.types import MAX_NODES, Can, Draft, Ints, ModelSpec, Outcome, Places, Scores, Sequence
+from outrider.core.types import MAX_NODES, Draft, Ints, ModelSpec, Outcome, Places, Scores, Sequence
 from outrider.models.kv import Block, Rows, slots_for
 
 
@@ -55,7 +55,7 @@ class ToyModel:
         self.vocab, self.seed, self.order, self.scale, self.blend = vocab, seed, order, scale, blend
         self.store = TokenStore(rows, slots_for(context))
         self.rows = Rows(name, rows, context, self.store)
-        self.spec = ModelSpec(name, f"toy-{vocab}", vocab, context, 1, 0, self.store.cells.nbytes, "cpu", "float64", Can())
+        self.spec = ModelSpec(name, f"toy-{vocab}", vocab, context, 1, 0, "cpu", "float64")
         self.forwards = 0
         self.computed = 0
 

@@ -138,7 +138,7 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
     kinds = ",".join(f"{name} {type(part).__name__}" for name, part in sorted(parts.items()))
     mark = profiles.fingerprint(
-        folders, drafters=kinds, device=device, dtype=s.dtype, rows=s.rows, strict=s.strict, quantise=s.quantise,
+        folders, drafters=kinds, device=device, dtype=s.dtype, strict=s.strict, quantise=s.quantise,
         compile=PACKAGES if s.compile != "off" else "off",
     )  # fmt: skip
     file = None if s.profile == "off" else profiles.place(mark) if s.profile == "auto" else Path(s.profile)

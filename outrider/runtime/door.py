@@ -115,10 +115,10 @@ class Runtime:
             self.keeper.idle(self.engine)
 
     def plan(self) -> dict[str, Any]:
-        """What the controller would choose now and what it expects of every candidate; see `control.explain`."""
+        """What the controller expects of every drafter alone, and what the last steps took; see `control.explain`."""
         from outrider.control.explain import candidates
 
-        return candidates(self.engine.controller)
+        return candidates(self.engine.controller, self.engine.ring)
 
     def program(self) -> dict[str, str]:
         """As text: the `program` of a greedy request before a plan fills it, and the `code` of the step that ran most often; before

@@ -24,7 +24,7 @@ from outrider.core.errors import OutriderError
 
 MODULES = {
     "core": "noise sampling tree types",
-    "control": "accounts controller explain guard hedge predict rows starts step tables",
+    "control": "accounts controller explain guard hedge plans predict rows sleep starts step tables",
     "measure": "cost trace",
     "verify": "exact host",
     "drafters": "lookup model suffix",
