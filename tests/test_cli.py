@@ -164,6 +164,7 @@ def test_profile_keeps_costs_and_chances_by_rank(outrider, folders, tmp_path):
 def test_plan_shows_the_program_and_its_code(outrider, folders):
     code, out, _ = outrider("plan", "--target", folders["target"], "--draft", folders["draft"], "--drafters", "lookup", "--code", "--profile", "off")
     assert code == 0 and "outrider.program @default {" in out and "def step(parts, now):" in out
+    assert '("lookup", 8, 1), ("model", 8, 1)' in out, "before the first request, of all drafters at depth 8"
     code, out, _ = outrider("plan", "--target", folders["target"], "--code", "--json", "--profile", "off")
     found = json.loads(out.strip().splitlines()[-1])
     assert code == 0 and "def step" in found["code"] and "outrider.program" in found["program"]

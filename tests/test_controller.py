@@ -132,7 +132,7 @@ def test_a_text_of_which_nothing_is_known_counts_as_every_kind_with_the_better_w
     """By hand: twice as fast in a fifth of all texts, half as fast in the rest, where it is left: 0.2 x 2 + 0.8 x 1."""
     controller = adaptive(trace(1, costs(linear(0.1), {"model": linear(0.5, 0.0)}), {"model": lambda t, d: 0.5}))
     monkeypatch.setattr(controller.tables, "kinds", lambda page, name: [(0.2, 2.0), (0.8, 0.5)])
-    step = SimpleNamespace(page=None, rows=[Row()])
+    step = SimpleNamespace(page=None, of=lambda name: [Row()])
     assert controller.starts._promise(step, "model", 1.0) == pytest.approx(1.2)
     assert controller.starts._promise(step, "model", 3.0) == pytest.approx(3.0), "others do better in all"
 
@@ -379,7 +379,7 @@ def test_a_guess_that_the_guard_refuses_was_not_in_vain(reason: str, kept: int, 
     record = SimpleNamespace(
         kept=(), reason=reason, drafted=(kept,), accepted=(0,), levels={"lookup": 1}, context=(9,), right=lambda name: 0, draft=None
     )
-    remember([row], record, {})
+    remember([row], record, {}, {})
     assert row.vain == {"lookup": vain}
 
 

@@ -32,6 +32,16 @@ def test_what_was_observed_stands_beside_what_was_expected() -> None:
     assert lines[-1] == "steps: off:unpaid 9, depth:all 7"
 
 
+def test_what_does_not_pay_is_not_the_best() -> None:
+    """A guess that brings 2% more than plain decoding is none that is taken."""
+    of = trace(3, costs(linear(0.1), {"lookup": linear(0.1, 0.0)}), {"lookup": lambda t, d: 0.2})
+    controller = adaptive(of)
+    controller.tables.next.cells |= {f"lookup s {k}": [1e9, 0.224] for k in range(4)} | {"lookup ?": [1e9, 0.0]}
+    found = candidates(controller)["situations"][0]
+    best = max(row["score"] for row in found["plans"])
+    assert 1 < best < 1.03 and found["best"] == "plain" and "nothing brings 3% more" in found["why"]
+
+
 def test_nothing_is_observed_where_no_step_was_taken() -> None:
     of = trace(3, costs(linear(0.1), FREE), {"lookup": lambda t, d: 0.7})
     assert all(row["steps"] == 0 and row["observed_ms"] is None for row in candidates(adaptive(of))["situations"][0]["plans"])

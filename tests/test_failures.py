@@ -147,11 +147,57 @@ def test_who_cannot_begin_holds_up_nobody():
     engine = Engine(ToyModel(20, 1), {"oracle": (oracle := Oracle())}, fixed(Plan()), 4)
     oracle.poisoned = "bad"
     bad, good = engine.submit(request([1, 2], "bad")), engine.submit(request([3, 4], "good"))
-    failed_step(engine)
+    assert engine.step() == [good]
     assert bad.finish_reason == "failed" and not bad.slots
+    engine.advance([good])
+    with pytest.raises(RuntimeError, match="begin failed"):
+        engine.advance([bad, good])
     while good.finish_reason is None:
         engine.step()
     assert good.generated == plain(ToyModel(20, 1), [request([3, 4], "good")])[0]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_who_does_not_end_keeps_nobody_from_ending(last):
+    """A drafter fails when requests end: all that ended have ended, with what they had written, and their rows are free."""
+    target, asked = ToyModel(20, 1), [request([1, 2, 3], "a", max_tokens=4), request([2, 3], "b", max_tokens=4), request([7, 8], "c", max_tokens=9)]
+    want = plain(ToyModel(20, 1), asked)
+    other = Oracle()
+    other.name = "other"
+    drafters = {"other": other, "oracle": (oracle := Oracle())} if last else {"oracle": (oracle := Oracle()), "other": other}
+    engine, ended = Engine(target, drafters, fixed(Plan()), 3), []
+    other.end = lambda seq: ended.append(seq.request.id)
+
+    def fails(seq):
+        raise RuntimeError(f"end of {seq.request.id} failed")
+
+    oracle.end = fails
+    seqs = [engine.submit(one) for one in asked]
+    with pytest.raises(RuntimeError, match="end of a failed"):
+        while True:
+            engine.step()
+    assert [s.finish_reason for s in seqs] == ["length", "length", None] and engine.batcher.running == [seqs[2]] and ended == ["a", "b"]
+    del oracle.end
+    while seqs[2].finish_reason is None:
+        engine.step()
+    assert [s.generated for s in seqs] == want and target.rows.active == 0
+
+
+def test_whose_end_was_interrupted_is_written_no_more(monkeypatch):
+    """Ctrl-C between its last token and its end: the next step ends it, and adds nothing."""
+    text = plain(ToyModel(20, 1), [request([1, 2, 3], max_tokens=9)])[0]
+    engine = Engine(ToyModel(20, 1), {}, fixed(Plan()), 2)
+    one = request([1, 2, 3], "a", max_tokens=9, ends=frozenset({text[1]}))
+    seqs = [engine.submit(one), engine.submit(request([2, 3], "b", max_tokens=6))]
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "cancel", lambda seq: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert seqs[0].finish_reason == "stop" and seqs[0] in engine.batcher.running
+    while seqs[1].finish_reason is None:
+        engine.step()
+    assert [len(s.generated) for s in seqs] == [2, 6] and seqs[0].finish_reason == "stop" and not engine.batcher.running
 
 
 def test_an_interruption_is_nobodys_fault(monkeypatch):

@@ -273,6 +273,7 @@ def test_an_idle_keeper_sweeps_a_few_times_and_not_while_someone_waits(folders, 
         runtime.keeper.idle(runtime.engine)
         seen.append(curves[at].seen[4][0])
     assert len(swept) == SWEEPS and parts(runtime.engine) == before and at_rest(runtime.engine)
+    assert not runtime.engine.ring, "these are steps of no request"
     assert seen[1] < seen[2] == seen[3] == seen[4], "what one sweep finds is added to what those before found"
     assert len(curves[at].seen) >= len(NODES) // 2
     assert runtime.generate(TEXT, **HOW).tokens == runtime.generate(TEXT, speculation="off", **HOW).tokens
@@ -341,6 +342,24 @@ def test_what_is_learned_of_a_pair_serves_however_many_rows_there_are(folders, t
     one.generate(TEXT, **HOW)
     one.keeper.save()
     assert pair(folders, profile=str(file), rows=3).keeper.tables.state() == json.loads(json.dumps(one.keeper.tables.state()))
+
+
+def test_who_learned_nothing_overwrites_nothing(folders, tmp_path):
+    """A file that two have written says some things another way than a process that reads it; what a third learned since stays."""
+    file = tmp_path / "p.json"
+    both = [pair(folders, profile=file) for _ in range(2)]
+    for n, runtime in enumerate(both):
+        runtime.generate(TEXT, **HOW)
+        costs = runtime.keeper.tables.costs
+        costs.catch_up = {"model": {8: 0.003 * (1 + n)}}
+        costs.steady = {at: seconds * (1 + n) for at, seconds in costs.steady.items()}
+        runtime.keeper.save()
+    third, fourth = pair(folders, profile=file), pair(folders, profile=file)
+    third.keeper.tables.costs.catch_up["model"][8] = 0.03
+    third.keeper.save()
+    learned = profile.load(file, third.keeper.mark)
+    fourth.keeper.save()
+    assert profile.load(file, third.keeper.mark) == learned and learned["costs"]["catch_up"]["model @ 8"][1] > 0.01
 
 
 def test_profile_off_writes_nothing_and_auto_writes_in_the_cache_folder(folders, tmp_path, monkeypatch):

@@ -87,5 +87,5 @@ def test_what_others_have_found_is_unread(right: int, unread: int) -> None:
     """Of eleven tokens that came true and one more, a drafter has read those that it had guessed as well."""
     row = Row()
     asked = SimpleNamespace(kept=(), reason="depth:all", drafted=(11,), accepted=(11,), levels={"model": 2}, context=(40,), right=lambda name: right)
-    remember([row], asked, {"model": 0.1})
+    remember([row], asked, {"model": 0.1}, {})
     assert 52 - row.read["model"] == unread

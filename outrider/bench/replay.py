@@ -145,7 +145,7 @@ def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs:
             request = rt.request(prompt.encode(rt.tokenizer), max_tokens=max_tokens, temperature=prompt.temperature, seed=1, rule="coupled")
             seq = engine.submit(request)
             while seq.finish_reason is None:
-                engine.step()
+                engine.advance([seq])
             guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
             steps = {
                 name: [_began(told.get(name, [])) for told in silent.told]

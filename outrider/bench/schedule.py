@@ -61,7 +61,7 @@ class Writer:
             )
             seq = engine.submit(request)
             while seq.finish_reason is None:
-                engine.step()
+                engine.advance([seq])
             return seq
         finally:
             engine.controller = before

@@ -122,7 +122,7 @@ def down(parts: Parts, now: Now, full: Draft, levels: dict[str, int], name: str,
     every level; `levels` takes how deep it went, less what took no step of its own. The `last` drafter's guesses may be on their way to the target
     before the host knows them; nothing is added to those."""
     seqs, bit, drafter, room = now.seqs, parts.bits[name], parts.drafters[name], now.seqs[0].room
-    frontier, level, saved, queues = [-1], 0, 0, last and width == 1 and _queues(parts, name, ask)
+    frontier, level, saved, queues = [-1] if room > 0 else [], 0, 0, last and width == 1 and _queues(parts, name, ask)
     while level < depth and frontier and not (queues and _queued(parts)):
         frontier = parts.controller.more(seqs, name, full, frontier) if ask else frontier
         if not frontier or room <= level:
@@ -227,7 +227,8 @@ class Forest:
         """Level by level below `starts`, for as long as the controller lets it. `seen`: nodes that it may find. The nodes
         that it made or found."""
         before, hidden, bit = len(self.full), set(range(len(self.full))).difference(seen), self.parts.bits[name]
-        frontier, level, across = starts, 0, min(width, max(self.caps))
+        across = min(width, max(self.caps))
+        frontier, level = self.fitting(starts, across), 0  # nobody is asked where nothing may be drafted
         while level < depth and (frontier := likely(self.now.seqs, self.full, frontier)):
             frontier = self.fitting(self.parts.controller.more(self.now.seqs, name, self.full, frontier), across)
             if not frontier:

@@ -88,7 +88,7 @@ class Jit:
         for rule in ("greedy", "coupled", "exact"):
             for plan in plans:
                 if self.hot is not None:
-                    self.get(rule, plan, facts._replace(raw=rule == "greedy"), uses=self.hot + 1)
+                    self.get(rule, plan, facts._replace(raw=rule == "greedy"), uses=self.hot + 1).uses = 0  # nobody has asked for it yet
 
     def module(self, rule: str) -> Any:
         """The program of a rule, as the passes before any plan leave it."""

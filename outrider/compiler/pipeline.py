@@ -26,8 +26,8 @@ PASSES = {
     "schedule": "outrider.compiler.passes.schedule:Schedule",
     "lower": "outrider.compiler.passes.lower:Lower",
 }
-FRONT = ("canonicalize", "cse", "merge-tries", "flatten-relay", "inline-early-exit", "dce")  # once for a program
-BACK = ("specialize", "canonicalize", "dce", "schedule", "lower")  # once for a program and a plan
+FRONT = ("canonicalize", "cse", "merge-tries", "inline-early-exit", "dce")  # once for a program
+BACK = ("specialize", "canonicalize", "dce", "flatten-relay", "schedule", "lower")  # once for a program and a plan
 
 Seen = Callable[[str, ModuleOp, float], None]  # after each pass: its name, the module, seconds
 

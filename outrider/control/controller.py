@@ -212,6 +212,8 @@ class Adaptive:
         if level is None:
             level = step.levels[name] = 0
             going = [p for p in frontier if not step.rows[~p if p < 0 else draft.row[p]].rest.get(name)]
+            if len(step.rows) > 1:
+                step.asked[name] = list(dict.fromkeys([tree.row_at(draft, p) for p in going]))
             if going and not self.starts.may(step, seqs, name, draft, cheap):
                 going = []
         elif step.stopped == name or (
@@ -307,7 +309,8 @@ class Adaptive:
         if self.page is not None and seq.records:
             row = self._row(seq)
             self.starts.ended(row)
-            self.worth += FRESH * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
+            if seq.request.drafters is None or seq.request.drafters:  # who wants none says nothing of looks
+                self.worth += FRESH * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)
@@ -333,7 +336,7 @@ class Adaptive:
         held = Held(seqs, record, step, self.looked, calm, _age(seqs) - 1)
         if self._teaches() or _rare(record, step) or (self.tables.drafts < WARM and record.levels):
             at = step.page.at if step else self._situation(seqs)
-            behind = {name: max([step.unread(row, name, c) for c, row in zip(record.context, rows, strict=True)]) for name in record.levels if step}
+            behind = {name: self._behind(step, name, record) for name in record.levels} if step else {}
             pace = self.tables.costs.pace * self.tables.costs.chill(held.age)
             self.lessons.append(Lesson(record, at, [row.history for row in rows], behind, calm, pace, held.age < COLD))
             if self.page is None or len(self.lessons) >= BATCH:
@@ -349,6 +352,12 @@ class Adaptive:
         if record.levels:
             self._remember(seqs, rows, record, step)
 
+    def _behind(self, step: Step, name: str, record: StepRecord) -> int:
+        """Tokens that a drafter had to read of the text of which it had read least."""
+        return max(
+            [step.unread(row, name, n) for r, (n, row) in enumerate(zip(record.context, step.rows, strict=True)) if step.asks(name, r)], default=0
+        )
+
     def _remember(self, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
@@ -357,7 +366,7 @@ class Adaptive:
             self.starts.used(step, seqs, record)
             if record.draft is not None and record.draft.token:
                 step.judged(record)
-        remember(rows, record, step.page.prices if step else {})
+        remember(rows, record, step.page.prices if step else {}, step.asked if step else {})
 
     def _settle(self) -> None:
         if self.accounts.held:

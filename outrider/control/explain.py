@@ -43,10 +43,9 @@ def _situation(tables: Tables, at: Situation, records: list[StepRecord]) -> dict
                 "plan": f"{name} {depth}", "tokens": 1 + gained, "ms": 1e3 * page.plain * cost, "cost": cost, "score": (1 + gained) / cost,
                 **_observed(records, name, depth),
             })  # fmt: skip
-    best = max(rows, key=lambda r: r["score"])
-    why = (
-        "nothing scores above plain decoding" if best["score"] < 1 + MARGIN else f"the most tokens for its cost, up to {max(DEPTHS[-1], LOOKED)} deep"
-    )
+    best, why = max(rows, key=lambda r: r["score"]), f"the most tokens for its cost, up to {max(DEPTHS[-1], LOOKED)} deep"
+    if best["score"] < 1 + MARGIN:
+        best, why = rows[0], f"nothing brings {MARGIN:.0%} more"
     measured = int(sum(count for count, _ in tables.costs.verify[at].seen.values()))
     return {"situation": at.name(), "measured": measured, "plans": rows, "best": best["plan"], "why": why}
 

@@ -116,14 +116,16 @@ def _judged(rows: list[Row], record: StepRecord) -> None:
         row.history = (row.history << 1 | verdict) & 0xFFFF
 
 
-def remember(rows: list[Row], record: StepRecord, prices: dict[str, float]) -> None:
-    """Take in a step in which drafters were asked. prices: what asking costs, in plain steps."""
+def remember(rows: list[Row], record: StepRecord, prices: dict[str, float], asked: dict[str, list[int]]) -> None:
+    """Take in a step in which drafters were asked. prices: what asking costs, in plain steps; asked: for which rows, where that was not all."""
     if record.kept:
         _judged(rows, record)
     for r, row in enumerate(rows):
         kept = record.drafted[r]
         row.reach = min(2 * row.reach, DEEPEST) if kept and kept == record.accepted[r] else NEAR
         for name in record.levels:
+            if name in asked and r not in asked[name]:
+                continue  # where it rests, it was not asked in vain
             row.read[name] = record.context[r] + min(record.right(name) // len(rows), record.accepted[r])  # what others have found it has not read
             if kept:
                 row.vain[name] = 0

@@ -55,7 +55,8 @@ class Starts:
             return True
         wait = 0.0
         for r, seq in enumerate(seqs):
-            wait += self._waiting(step, seq, step.rows[r], name)
+            if step.asks(name, r):
+                wait += self._waiting(step, seq, step.rows[r], name)
         if not cheap or wait > LONG_READ:
             return self._pays(step, seqs, name, draft, wait)
         if not draft.token and self._left(step, name):
@@ -79,13 +80,13 @@ class Starts:
             return _later(step, name)
         saves = self._saves(step, seqs, name) if wait else 0.0
         if pays and 2 * wait <= saves * self.tables.next.share(f"{name} saved", 1.0):
-            if all(name in row.sure for row in step.rows):
+            if all(name in row.sure for row in step.of(name)):
                 self.pause[name] = PROBE
         elif not self._try_anyway(step, name, wait):
             return not draft.token and self._unpaid(step, name)
         step.reads |= wait > 0
         if wait > LONG_READ:
-            for row in step.rows:
+            for row in step.of(name):
                 row.owing.setdefault(name, [max(saves, 2 * wait), 0.0])
         return True
 
@@ -97,7 +98,7 @@ class Starts:
         ahead = len(step.rows) == 1 and self._ahead(step.rows[0], name)
         if ahead and step.number < step.rows[0].beside.get(name, (0.0, 0, APART))[1]:
             return False
-        if not (ahead or all(name in row.sure for row in step.rows)):
+        if not (ahead or all(name in row.sure for row in step.of(name))):
             return False
         if step.spent + step.page.drafting[name][1] + step.page.seconds[max(nodes, 1)] > step.room:  # what is there would have to be left
             return False
@@ -124,17 +125,17 @@ class Starts:
     def _promise(self, step: Step, name: str, have: float) -> float:
         """Tokens for the time of a plain step by this drafter, where there are `have` without it: in a text of which nothing is known, one that turns
         out to bring less is left."""
-        told, page = 0.0, step.page
-        for row in step.rows:
+        told, page, rows = 0.0, step.page, step.of(name)
+        for row in rows:
             if name in row.sure:
                 told += self.tables.score(page, name, row.sure[name], row.steps[name])
             else:
                 told += sum([share * max(have, score) for share, score in self.tables.kinds(page, name)])
-        return told / len(step.rows)
+        return told / len(rows)
 
     def _unpaid(self, step: Step, name: str) -> bool:
         """No, for what it showed in these texts, which says less and less of them."""
-        for row in step.rows:
+        for row in step.of(name):
             if name in row.sure:
                 row.sure[name] += FADED * (self.tables.usual(name) - row.sure[name])
         return _later(step, name)
@@ -152,15 +153,15 @@ class Starts:
     def _saves(self, step: Step, seqs: list[Sequence], name: str) -> float:
         """Plain steps that a drafter would save from here on: of what the request takes at its pace without it, in the texts in which that is
         slower."""
-        rate, worth = self._rate(seqs, step.page.plain, name), 0.0
-        for row in step.rows:
+        rate, worth, rows = self._rate(seqs, step.page.plain, name), 0.0, step.of(name)
+        for row in rows:
             kinds = (
                 [(1.0, self.tables.score(step.page, name, row.sure[name], row.steps[name]))]
                 if name in row.sure
                 else self.tables.kinds(step.page, name)
             )
             worth += sum([share * max(1 / rate - 1 / score, 0.0) for share, score in kinds])
-        return worth / len(step.rows) * min([_to_come(s) for s in seqs])
+        return worth / len(rows) * min([_to_come(s) for r, s in enumerate(seqs) if step.asks(name, r)])
 
     def _rate(self, seqs: list[Sequence], plain: float, name: str) -> float:
         """Tokens of a request for the time of a plain step, of late, in steps in which this drafter made no guess: asked anew in its first steps, and
@@ -249,9 +250,10 @@ class Starts:
             if not levels or step.page.prices[name] <= DEAR or record.draft is None:
                 continue
             own, sure = step.sure(name, record.draft)
-            for row in step.rows:
+            rows = step.of(name)
+            for row in rows:
                 if own:
-                    self._surer(row, name, sure, min(levels * len(step.rows) / own, 1.0))
+                    self._surer(row, name, sure, min(levels * len(rows) / own, 1.0))
                 if name in row.owing:
                     row.owing[name][1] += self._saved(step, seqs, record, name)
 
@@ -288,6 +290,6 @@ def _to_come(seq: Sequence) -> int:
 
 def _later(step: Step, name: str, steps: int = BATCH) -> bool:
     """No, and nothing will change that before the tables are looked at again."""
-    for row in step.rows:
+    for row in step.of(name):
         row.rest[name] = steps
     return False

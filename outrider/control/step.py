@@ -40,10 +40,23 @@ class Step:
     queued: bool = False  # is all that is drafted being verified already?
     reads: bool = False  # does a drafter read before it begins?
     names: list[str] = field(default_factory=list)  # who may be asked
+    asked: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # of a batch: the rows that each drafter was let begin for; others do not want it, or it rests there
     tails: dict[str, int] = field(default_factory=dict)  # who is told where to begin: with how many tokens of the text's end; 0: with all
     # Who is asked beside others' guesses; without it: the nodes that were best, what was spent, and tokens for the time of a plain step.
     beside: tuple[str, int, float, float] | None = None
     trial: tuple[str, float] | None = None  # a drafter that is tried though it does not seem to pay, and what that costs
+
+    def asks(self, name: str, row: int) -> bool:
+        """Is a drafter asked for this row?"""
+        asked = self.asked.get(name)
+        return asked is None or row in asked
+
+    def of(self, name: str) -> list[Row]:
+        """The rows that it is asked for."""
+        asked = self.asked.get(name)
+        return self.rows if asked is None else [self.rows[r] for r in asked]
 
     def deeper(self, name: str, draft: Draft, frontier: Places) -> Places:
         """Does any number of levels more pay? Looking one ahead would stop in front of every step and cliff of the costs."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib
+import json
 import os
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
@@ -150,7 +151,8 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
         assert file is not None
         profiles.set_aside(file)
         known = {}
-    return Keeper(Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known)), mark, file, known)
+    tables = Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known))
+    return Keeper(tables, mark, file, json.loads(json.dumps(tables.state())) if known else {})  # some of what is there may be told another way
 
 
 def _assumed(part: Drafter, target_bytes: int) -> float:

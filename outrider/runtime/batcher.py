@@ -20,28 +20,28 @@ class Batcher:
         return seq
 
     def admit(self, open_: Callable[[Sequence], None]) -> None:
-        """Move waiting sequences into free places. One that cannot be opened ends as `failed`, and holds up nobody behind it."""
+        """Move waiting sequences into free places. One that cannot be opened ends as `failed`, with its `failure`, and neither holds up those behind it nor
+        disturbs those that run."""
         while self.waiting and len(self.running) < self.rows:
             seq = self.waiting.popleft()
             try:
                 open_(seq)
-            except BaseException as failed:
-                if isinstance(failed, Exception):
-                    seq.finish_reason = "failed"
-                else:  # an interruption is not its fault
-                    self.waiting.appendleft(seq)
+            except Exception as failed:
+                seq.finish_reason, seq.failure = "failed", failed
+                continue
+            except BaseException:  # an interruption is not its fault
+                self.waiting.appendleft(seq)
                 raise
             self.running.append(seq)
 
     def groups(self) -> list[list[Sequence]]:
         """Running sequences that may share a step: greedy ones share with anyone, others with their own rule; `alone`,
-        none with any other."""
-        if self.alone or len(self.running) == 1:
-            return [[s] for s in self.running]
-        rules = list(dict.fromkeys(s.request.rule for s in self.running if s.request.sampling.temperature > 0)) or ["greedy"]
-        groups = [
-            [s for s in self.running if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == rules[0])] for rule in rules
-        ]  # fmt: skip
+        none with any other. Whose end was interrupted gets no more tokens."""
+        running = [s for s in self.running if not s.finish_reason]
+        if self.alone or len(running) == 1:
+            return [[s] for s in running]
+        rules = list(dict.fromkeys(s.request.rule for s in running if s.request.sampling.temperature > 0)) or ["greedy"]
+        groups = [[s for s in running if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == rules[0])] for rule in rules]
         return [group for group in groups if group]
 
     def drop(self, seq: Sequence) -> bool:

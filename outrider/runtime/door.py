@@ -1,5 +1,6 @@
 """The door: text becomes a Request here, and tokens become text again. Below it nobody sees text."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from outrider.core.types import Limits, Plan, Request, SamplingParams, Sequence
 from outrider.measure.trace import stats
 from outrider.runtime.engine import Engine
 from outrider.runtime.profiler import Keeper
+from outrider.runtime.turns import Turns
 
 Message = Mapping[str, str]
 Speculation = str | list[str] | dict[str, Any] | None
@@ -52,11 +54,11 @@ class Chunk:
 
 class Runtime:
     """A loaded target with its drafters. Made by `outrider.load`. `memory`: bytes by model, predicted and held, and the
-    process's resident size when loading was done."""
+    process's resident size when loading was done. Threads may call it as they like: their requests share steps."""
 
     def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None, keeper: Keeper | None = None) -> None:
         self.engine, self.tokenizer, self.memory, self.rule, self.keeper = engine, tokenizer, memory, rule, keeper
-        self._count = 0
+        self.turns, self._numbers = Turns(), itertools.count(1)
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None, **knobs: Any) -> Generation: ...
@@ -80,39 +82,44 @@ class Runtime:
         return self._chunks(self.request(tokens, params, **knobs))  # a bad request is refused here, not at the first chunk
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
-        seq, told, sent, running = self.engine.submit(request), 0, "", RunningText(self._text)
+        with self.turns:
+            seq = self.engine.submit(request)
+        told, sent, running = 0, "", RunningText(self._text)
         try:
             while True:
-                if seq.finish_reason is None:  # another call may have finished it
-                    self.engine.step()
-                ended, new = seq.finish_reason, seq.generated[told:]
+                with self.turns:
+                    self.engine.advance([seq])  # unless another call has finished it
+                    ended, new = seq.finish_reason, seq.generated[told:]
+                    origins = seq.origins[told : told + len(new)]
                 text = running.add(new)
-                text = self._decode(seq) if ended else _settled(text, seq)
-                yield Chunk(text[len(sent) :], new, seq.origins[told:], ended, self._result(seq) if ended else None)
+                text = self._decode(seq) if ended else _settled(text, request.sampling.stop)
+                yield Chunk(text[len(sent) :], new, origins, ended, self._result(seq) if ended else None)
                 told, sent = told + len(new), text
                 if ended:
                     return
         finally:
-            self.engine.cancel(seq)
-            self._rest()
+            self._leave([seq])
 
     def _run(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
         requests = [self.request(p, params, **knobs) for p in prompts]  # all are checked before the first is queued
-        seqs = [self.engine.submit(r) for r in requests]
+        with self.turns:
+            seqs = [self.engine.submit(r) for r in requests]
         try:
             while any(s.finish_reason is None for s in seqs):
-                self.engine.step()
+                with self.turns:
+                    self.engine.advance(seqs)
         finally:
-            for seq in seqs:
-                self.engine.cancel(seq)
-            self._rest()
+            self._leave(seqs)
         return [self._result(s) for s in seqs]
 
-    def _rest(self) -> None:
-        """A moment when nobody waits."""
-        self.engine.rest()
-        if self.keeper is not None:
-            self.keeper.idle(self.engine)
+    def _leave(self, seqs: list[Sequence]) -> None:
+        """These are over, whatever they were doing; and where nobody waits now, models and costs may be measured."""
+        with self.turns:
+            for seq in seqs:
+                self.engine.cancel(seq)
+            self.engine.rest()
+            if self.keeper is not None:
+                self.keeper.idle(self.engine)
 
     def plan(self) -> dict[str, Any]:
         """What the controller expects of every drafter alone, and what the last steps took; see `control.explain`."""
@@ -129,7 +136,9 @@ class Runtime:
 
         jit = self.engine.jit
         usual = Plan(tuple((name, 8, 1) for name in jit.bits)), PLAIN._replace(told=not getattr(self.engine.controller, "asks", True))
-        ran = [(entry.uses, entry.plan, facts) for (rule, drafters, _, facts), entry in jit.known.items() if rule == "greedy" and drafters]
+        ran = [
+            (entry.uses, entry.plan, facts) for (rule, drafters, _, facts), entry in jit.known.items() if rule == "greedy" and drafters and entry.uses
+        ]
         plan, facts = max(ran, key=lambda r: r[0])[1:] if ran else usual
         lowered = programs(jit.planned("greedy", plan, jit.back))[0]
         return {"program": show(jit.module("greedy")), "code": source(lowered, facts, dict(jit.bits))}
@@ -170,9 +179,8 @@ class Runtime:
         rule = s.rule or self.rule or ("exact" if s.seed is None and not self.engine.strict else "coupled")
         if self.engine.strict and s.temperature > 0 and rule == "exact":
             raise OutriderError("rule='exact' cannot be strict", "its noise is fresh in every step, so its text hangs on the steps", "rule='coupled'")
-        self._count += 1
         return Request(
-            id=f"request-{self._count}", prompt=tuple(prompt), sampling=s, drafters=drafters, limits=most, ends=frozenset(ends),
+            id=f"request-{next(self._numbers)}", prompt=tuple(prompt), sampling=s, drafters=drafters, limits=most, ends=frozenset(ends),
             seed=s.seed if s.seed is not None else int.from_bytes(os.urandom(7), "big"),
             rule=rule,
             cut=self._cutter(s.stop) if s.stop else None,
@@ -275,11 +283,9 @@ def _ended(text: str, before: str, stops: tuple[str, ...]) -> int | None:
     return min(at, default=None)
 
 
-def _settled(text: str, seq: Sequence) -> str:
+def _settled(text: str, stops: tuple[str, ...]) -> str:
     """The part of a running text that can no longer change: no half characters, no beginnings of stop strings."""
-    if seq.finish_reason:
-        return text
-    for stop in seq.request.sampling.stop:
+    for stop in stops:
         for n in range(min(len(stop) - 1, len(text)), 0, -1):
             if text.endswith(stop[:n]):
                 text = text[:-n]

@@ -6,8 +6,9 @@ Everything before commit writes scratch only, so a step that fails or is interru
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from outrider.compiler.forest import allowed
@@ -63,9 +64,9 @@ class Engine:
 
     def cancel(self, seq: Sequence) -> None:
         """End a request now, whatever it was doing, and free its row; harmless when it has ended."""
-        if self.batcher.drop(seq):
+        running, seq.finish_reason = self.batcher.drop(seq), seq.finish_reason or "cancelled"
+        if running:
             self._close(seq)
-        seq.finish_reason = seq.finish_reason or "cancelled"
 
     def step(self) -> list[Sequence]:
         """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done."""
@@ -81,9 +82,17 @@ class Engine:
                     raise
                 moved += group
         finally:
-            for seq in [s for s in self.batcher.running if s.finish_reason]:
-                self.cancel(seq)
+            if ended := [s for s in self.batcher.running if s.finish_reason]:
+                _all([partial(self.cancel, seq) for seq in ended])
         return moved
+
+    def advance(self, seqs: list[Sequence]) -> None:
+        """A step of all that run, unless these have ended already. Raises why one of these could not begin."""
+        if any(s.finish_reason is None for s in seqs):
+            self.step()
+        for seq in seqs:
+            if seq.failure is not None:
+                raise seq.failure
 
     def rest(self) -> None:
         """A moment when nobody waits, if nobody does: models may measure themselves again."""
@@ -100,16 +109,11 @@ class Engine:
                 drafter.begin(seq)
                 begun.append(drafter)
         except BaseException:
-            for drafter in begun:
-                drafter.end(seq)
-            self.target.close(seq)
+            _all([*[partial(drafter.end, seq) for drafter in begun], partial(self.target.close, seq)])
             raise
 
     def _close(self, seq: Sequence) -> None:
-        for drafter in self.drafters.values():
-            drafter.end(seq)
-        self.target.close(seq)
-        self.controller.end(seq)
+        _all([partial(part.end, seq) for part in self.drafters.values()] + [partial(self.target.close, seq), partial(self.controller.end, seq)])
         assert not seq.slots, f"{list(seq.slots)} left behind"
 
     def _step(self, seqs: list[Sequence]) -> None:
@@ -233,6 +237,18 @@ class Engine:
         ):
             self.tiers = {"host": host.tier, "step": step, **{name: meter.tier for name, meter in self.meters.items()}}
         return self.tiers
+
+
+def _all(endings: Iterable[Callable[[], None]]) -> None:
+    """Each of these, in turn, whatever becomes of those before it; an interruption, or the first that failed, is raised when all are done."""
+    failed: list[BaseException] = []
+    for end in endings:
+        try:
+            end()
+        except BaseException as why:
+            failed.append(why)
+    if failed:
+        raise next((why for why in failed if not isinstance(why, Exception)), failed[0])
 
 
 def _facts(*, one: bool, free: bool, raw: bool) -> tuple[Facts, Facts]:

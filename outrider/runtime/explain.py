@@ -49,6 +49,6 @@ def _gap(rt: Runtime, plain: Generation, at: int, a: int, b: int) -> float | Non
     request = rt.request([*plain.prompt_tokens, *plain.tokens[:at]], max_tokens=1, logprobs=100, speculation="off", ignore_eos=True)
     seq = rt.engine.submit(request)
     while seq.finish_reason is None:
-        rt.engine.step()
+        rt.engine.advance([seq])
     found = seq.logprobs[0]
     return found[a] - found[b] if a in found and b in found else None

@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 import time
+from collections import deque
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
@@ -97,7 +98,8 @@ def sweep(
     """
     _alone(engine)
     filler = Filler(engine.target.spec.vocab_size)
-    before = engine.controller, engine.drafters, engine.bits, engine.jit
+    before = engine.controller, engine.drafters, engine.bits, engine.jit, engine.ring
+    engine.ring = deque(maxlen=0)  # these are nobody's steps
     engine.equip({**engine.drafters, FILLER: filler}, hot=0, front=engine.jit.front)
     seers = [part for part in before[1].values() if isinstance(part, ModelDrafter) and part.foresees]  # greedy texts of random words go in circles
     for part in seers:
@@ -105,7 +107,7 @@ def sweep(
     try:
         return _sweep(engine, tables, filler, context, rows, sampled, patience, repeats, found or Found())
     finally:
-        engine.controller, engine.drafters, engine.bits, engine.jit = before
+        engine.controller, engine.drafters, engine.bits, engine.jit, engine.ring = before
         for part in seers:
             part.foresees = True
 
@@ -140,7 +142,7 @@ def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -
     seq, end = engine.submit(request), time.perf_counter() + patience
     try:
         while seq.finish_reason is None:
-            engine.step()
+            engine.advance([seq])
             record = seq.records[-1]
             if record.draft is not None:
                 tables.ranked(record.draft, list(verdicts(record)))
@@ -164,7 +166,7 @@ def _sweep(
         try:
             for plan in _plans(models, others, BETWEEN if turn else 0):
                 engine.controller = Told(lambda _, plan=plan: (plan, "sweep"))  # type: ignore[misc]
-                engine.step()
+                engine.advance(seqs)
                 found.add(seqs[0].records[-1], rows)
                 if any(s.finish_reason for s in seqs) or (turn != 1 and found.enough(end)):
                     break

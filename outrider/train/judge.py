@@ -31,7 +31,7 @@ def agreement(target: Path, draft: Path, cases: dict[str, list[list[int]]], devi
     for category, ids in cases.items():
         seqs = [rt.engine.submit(rt.request(i[:room], max_tokens=length)) for i in ids]
         while any(s.finish_reason is None for s in seqs):
-            rt.engine.step()
+            rt.engine.advance(seqs)
         hits = judged = 0
         for seq in seqs:
             start = len(seq.request.prompt)

@@ -6,7 +6,7 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
 from outrider.ir.deciding import ScoreOp
-from outrider.ir.drafting import ProposeOp, PruneOp
+from outrider.ir.drafting import ProposeOp, PruneOp, RelayOp
 from outrider.ir.text import programs
 from outrider.ir.types import number
 
@@ -25,7 +25,7 @@ class InlineEarlyExit(ModulePass):
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         for program in programs(op):
             ops = list(program.body.block.ops)
-            exits = [n for o in ops if isinstance(o, ProposeOp) and (n := layers_of(o.name_of)) is not None]
+            exits = [n for o in ops if isinstance(o, ProposeOp | RelayOp) and (n := layers_of(o.drafter.data)) is not None]
             strict = any(isinstance(o, PruneOp) and o.chain is not None for o in ops)
             for score in [o for o in ops if isinstance(o, ScoreOp)]:
                 if len(set(exits)) == 1 and not strict and score.model.data == "target":
