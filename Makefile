@@ -24,7 +24,7 @@ test-slow: $(VENV)/ready
 
 # Suites that put nothing of their own in the place of the house's modules, on those in machine code.
 test-native: native
-	OUTRIDER_HOST=$$($(BIN)/python -c 'from outrider.runtime.native import place; print(place() / "built")') $(BIN)/python -m pytest -n auto --dist worksteal $(patsubst %,tests/test_%.py,bad_input bench cli door drafters exits laws models own_program speculation)
+	OUTRIDER_HOST=$$($(BIN)/python -c 'from outrider.runtime.native import place; print(place() / "built")') $(BIN)/python -m pytest -n auto --dist worksteal $(patsubst %,tests/test_%.py,bad_input bench cli door draft drafters exits laws models own_program speculation)
 
 test-gpu: $(VENV)/ready
 	$(PIP) install -q "nvidia-ml-py"
