@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +57,8 @@ def _load(target: str | None, draft: str | None, drafters: str | None, *, rows: 
 
     import outrider
 
+    if draft and drafters == "off":
+        raise OutriderError(f"--drafters off and --draft {draft}", "one says that nobody drafts, and one who does", "one of the two")
     names = None if drafters is None else [] if drafters == "off" else [d for d in drafters.split(",") if d]
     if draft:
         names = [*(names or []), f"model:{draft}"]
@@ -117,6 +120,14 @@ def run(
     program: Program = None, as_json: AsJson = False, config: Config = None,
 ) -> None:  # fmt: skip
     """Write a continuation of PROMPT."""
+    if explain and as_json:
+        raise OutriderError("--explain-divergence and --json", "what parts two texts is told in words", "one of the two")
+    if explain and temperature > 0 and (seed is None or rule == "exact"):
+        raise OutriderError(
+            "--explain-divergence of a text that is drawn anew each time", "its tokens differ by chance", "--seed 1, and no --rule exact"
+        )
+    if logprobs is not None and not as_json:
+        raise OutriderError(f"--logprobs {logprobs} without --json", "they stand beside tokens, which only that shows", "--json")
     text = _prompt(prompt)
     rt = _load(
         target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, compile=compile,
@@ -243,6 +254,7 @@ def plan(
     rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, program=program)
     reasons: dict[str, int] = {}
     if prompt is not None:
+        rt.engine.ring = deque()  # all of its steps, however many
         out = rt.generate(_prompt(prompt), max_tokens=max_tokens)
         reasons = out.stats["reasons"]
         if trace:

@@ -146,7 +146,7 @@ def test_padded_rows_are_no_other_tokenizer(folders, pair, way):
         ({"dept": 3}, ["unknown setting 'dept'", "'depth'"]), ({"contxt": 64}, ["'context'"]), ({"zzzzzz": 1}, ["one of", "budget", "rows"]),
         ({"dtype": "int3"}, ["dtype='int3'", "bfloat16"]), ({"device": "tpu9"}, ["device 'tpu9'", "cpu"]),
         ({"rule": "exat"}, ["unknown rule 'exat'", "'exact'"]), ({"rows": 0}, ["rows=0"]), ({"depth": -1}, ["depth=-1"]),
-        ({"width": 0}, ["width=0"]), ({"rows": 1.5}, ["rows=1.5"]), ({"context": 1}, ["context=1"]), ({"context": 300}, ["context=300", "256"]),
+        ({"width": 0}, ["width=0"]), ({"width": 2}, ["width=2", "without a depth", "depth=4"]), ({"budget": 4}, ["budget=4", "without a depth"]), ({"rows": 1.5}, ["rows=1.5"]), ({"context": 1}, ["context=1"]), ({"context": 300}, ["context=300", "256"]),
     ],
     ids=str,
 )  # fmt: skip

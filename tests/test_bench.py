@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_folder
 from transformers import AutoModelForCausalLM
 
+import outrider
 from outrider.bench import ablation, peers, prompts, report, run, start, synthetic, verdict
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, summary
@@ -188,6 +189,22 @@ def test_the_commit_of_a_result_is_that_of_its_code(tmp_path, monkeypatch):
     assert report.commit(tmp_path / "docs") == f"{name}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert report.commit(tmp_path) is None
+
+
+def test_a_text_that_ends_in_its_first_step_is_a_row_like_others(folders, monkeypatch):
+    monkeypatch.setattr(prompts, "load", short_prompts)
+    how = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "compile": "off"}
+    found = run.speed(1, 1, 3, lambda category: None, contenders=(OURS, "ours lookup"), **how)
+    assert [(r["calls"], r["draft_seconds"], r["verify_seconds"]) for r in found["rows"]] == [(0, 0.0, 0.0)] * 2 * len(prompts.CATEGORIES)
+
+
+def test_what_a_target_cannot_read_is_not_asked(folders):
+    """No chats without a template, and nothing that would fill the context; the first ones of what is left."""
+    rt = outrider.load(folders[0], drafters=[], compile="off")
+    some = {c: [p for p in prompts.load(c) if len(p.encode(rt.tokenizer)) + prompts.ROOM < rt.engine.target.spec.context] for c in prompts.CATEGORIES}
+    assert prompts.readable(rt, 2) == [p for c in prompts.CATEGORIES for p in some[c][:2]]
+    rt.tokenizer.chat_template = None
+    assert prompts.readable(rt, 99) == [p for c in prompts.CATEGORIES for p in some[c] if p.messages is None] != []
 
 
 def test_some_contenders_can_be_chosen_and_a_wrong_name_is_named(folders, monkeypatch):

@@ -210,6 +210,11 @@ def test_files_and_folders_that_are_of_no_use_are_named(outrider, folders, tmp_p
     for words, says in (
         (("run", "hi", *how, "--profile", config), "mine.json is no profile. it is left as it is"),
         (("replay", tmp_path), "cannot be read"),
+        (("run", "hi", *how, "--explain-divergence", "--json"), "is told in words"),
+        (("run", "hi", *how, "--explain-divergence", "--temperature", 1), "differ by chance"),
+        (("run", "hi", *how, "--explain-divergence", "--temperature", 1, "--seed", 1, "--rule", "exact"), "differ by chance"),
+        (("run", "hi", *how, "--logprobs", 2), "without --json"),
+        (("run", "hi", "--target", folders["target"], "--drafters", "off", "--draft", folders["draft"]), "one says that nobody drafts"),
         (("plan", *how, "--prompt", "hi", "--trace", tmp_path), "it is a folder"),
         (("plan", *how, "--trace", tmp_path / "t.json"), "nothing is run without --prompt"),
         (("run", "hi", *how[:-2], "--max-tokens", 3, "--threads", 100_000), "threads=100000"),

@@ -138,3 +138,11 @@ def test_uniform_fills_the_unit_interval() -> None:
     assert (u >= 0).all()
     assert (u < 1).all()
     assert tail(np.histogram(u, 16, (0, 1))[0], np.full(16, 1 / 16)) < 3.09
+
+
+def test_a_draft_model_that_knows_fewer_ids_races_before_its_target() -> None:
+    """At one position of one step: the noise of the target's ids is what it is where nobody has asked before."""
+    x, alone, beside = np.linspace(-2.0, 2.0, 40), noise_of(1, 3), noise_of(1, 3)
+    beside.contenders(x[:25], 0, 1)
+    for of in (alone, beside):
+        assert all(np.array_equal(a, b) for a, b in zip(of.contenders(x, 0, 1), alone.contenders(x, 0, 1), strict=True))

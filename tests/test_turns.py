@@ -118,7 +118,40 @@ def test_who_is_interrupted_while_it_waits_keeps_nobody_waiting(monkeypatch, han
         raise AssertionError("it was not its turn")
     release.set()
     thread.join()
-    assert turns.owner == 0 and not turns.queue and turns.depth == 0
+    assert turns.owner == 0 and not turns.queue and turns.depth == 0 and not turns.threads
+
+
+def test_a_stream_that_ends_within_a_step_of_another_disturbs_nothing():
+    """As where Python's collector finds it there: it is over when the step is."""
+    streams, want = [], runtime().generate(PROMPTS[0], max_tokens=20, ignore_eos=True).tokens
+
+    class Ending(Lookup):
+        def extend(self, *step, **how):
+            while streams:
+                streams.pop().close()
+            return super().extend(*step, **how)
+
+    rt = runtime(rows=3)
+    rt.engine.equip({"lookup": Ending()})
+    rt.engine.controller = fixed(Plan((("lookup", 2, 1),)))
+    others = [rt.stream(p, max_tokens=20, ignore_eos=True) for p in PROMPTS[1:3]]
+    for other in others:
+        next(other)
+    streams += others
+    del others, other
+    tokens = [t for chunk in rt.stream(PROMPTS[0], max_tokens=20, ignore_eos=True) for t in chunk.tokens]
+    assert tokens == want and not streams
+    assert not rt.engine.batcher.running and rt.engine.target.rows.active == 0 and not rt.turns.threads
+
+
+def test_nothing_is_measured_while_another_thread_waits(monkeypatch):
+    rested = []
+    rt = runtime()
+    monkeypatch.setattr(rt.engine, "rest", lambda: rested.append(1))
+    rt._rest()
+    monkeypatch.setattr(rt.turns, "queue", [("another", None)])
+    rt._rest()
+    assert len(rested) == 1
 
 
 def test_who_cannot_begin_is_told_and_nobody_else():

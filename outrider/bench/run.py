@@ -84,9 +84,9 @@ def speed(
     for name in names:
         write(name, WARM, 16)
     rows: list[Row] = []
-    asked = [(category, prompt) for category in prompts.CATEGORIES for prompt in prompts.load(category)[:count]]
-    for i, (category, prompt) in enumerate(asked):
-        progress(f"{category}: {i + 1} of {len(asked)} prompts")
+    asked = prompts.readable(write.plain, count)
+    for i, prompt in enumerate(asked):
+        progress(f"{prompt.category}: {i + 1} of {len(asked)} prompts")
         write.rest()
         rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
     told = {"target": _called(target), "draft": _called(draft), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
@@ -114,12 +114,12 @@ class Writers:
     """What the contenders need, loaded once. Call it to have one of them write a prompt."""
 
     def __init__(self, names: tuple[str, ...], target: Folder, draft: Folder, settings: dict[str, Any]) -> None:
-        self.plain = _fresh(outrider.load(target, drafters=[], **settings))
+        self.plain = fresh(outrider.load(target, drafters=[], **settings))
         model: Any = self.plain.engine.target
         spec, self.weights, self.fast = model.spec, read_bytes(model.module), self.plain
         self.meter, self.energy = DeviceMeter(model.device), ""
         if any(DRAFTED.get(name) for name in names):
-            self.fast = _fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **{**settings, "dtype": spec.dtype}))
+            self.fast = fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **{**settings, "dtype": spec.dtype}))
         if any(name not in DRAFTED for name in names):
             self.stock = peers.Stock(target or "", draft or "", spec.dtype, device=spec.device)
 
@@ -136,6 +136,7 @@ class Writers:
 
     def _written(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:
         tokens = prompt.encode(self.plain.tokenizer)
+        max_tokens = min(max_tokens, self.plain.engine.target.spec.context - len(tokens))  # for stock, too
         if name in DRAFTED:
             return _ours(self.fast if DRAFTED[name] else self.plain, name, prompt, tokens, max_tokens)
         ends = set(self.plain.request(tokens).ends)
@@ -144,7 +145,7 @@ class Writers:
         return Row(prompt.id, prompt.category, name, w.tokens, w.first_tokens, w.seconds, w.first_token_seconds, calls, w.drafted, later - calls)
 
 
-def _fresh(rt: Runtime) -> Runtime:
+def fresh(rt: Runtime) -> Runtime:
     """No prompt finds its cache filled by the contender before: stock has no such memory."""
     for model in (rt.engine.target, *(getattr(part, "model", None) for part in rt.engine.drafters.values())):
         if rows := getattr(model, "rows", None):
@@ -163,9 +164,10 @@ def _ours(rt: Runtime, name: str, prompt: prompts.Prompt, tokens: list[int], max
         rt.engine.step()
     end, told = time.perf_counter(), stats(seq.records[1:], request.id)
     forward, known = told["forward_seconds"], pick_device(rt.engine.target.spec.device).type == "cpu"
+    verify = forward.get(TARGET, 0.0)  # nothing, of a text that ended in its first step
     return Row(
         prompt.id, prompt.category, name, seq.generated, first_tokens, end - start, first - start, told["target_calls"], told["drafted"],
-        told["accepted"], sum(forward.values()) - forward[TARGET] if known else None, forward[TARGET] if known else None,
+        told["accepted"], sum(forward.values()) - verify if known else None, verify if known else None,
         {f"{model} {tier}": n for model, count in told.get("tiers", {}).items() for tier, n in count.items()},
     )  # fmt: skip
 

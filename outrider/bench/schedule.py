@@ -72,14 +72,6 @@ def seconds_per_token(seq: Sequence) -> float:
     return sum(r.reading.seconds - r.seconds.get("prefill", 0.0) for r in seq.records) / max(seq.produced, 1)
 
 
-def _asked(rt: Runtime, count: int) -> list[prompts.Prompt]:
-    """Prompts of all categories that the target can read."""
-    chat = bool(getattr(rt.tokenizer, "chat_template", None))
-    found = [p for category in prompts.CATEGORIES for p in prompts.load(category) if chat or p.messages is None]
-    found = [p for p in found if len(p.encode(rt.tokenizer)) + 64 < rt.engine.target.spec.context]
-    return [p for category in prompts.CATEGORIES for p in [q for q in found if q.category == category][:count]]
-
-
 def schedule(
     count: int = 5, max_tokens: int = 256, rounds: int = 3, progress: Callable[[str], None] = print, *, target: str | None = None,
     draft: str | None = None, trace: Path | None = None, **settings: Any,
@@ -90,7 +82,7 @@ def schedule(
     plain = outrider.load(folders[0], [], **settings)
     alone, fast = (outrider.load(folders[0], [*some, f"model:{folders[1]}"], **settings, profile="off") for some in ([], ["lookup"]))
     tables = fast.keeper.tables  # type: ignore[union-attr]
-    asked = _asked(fast, count)
+    asked = prompts.readable(fast, count)
     progress("measuring costs")
     _measure(fast, tables, repeats=20)
     _measure(alone, alone.keeper.tables)  # type: ignore[union-attr]
@@ -103,10 +95,11 @@ def schedule(
     contenders |= {ADAPTIVE: Writer(fast), ALONE: Writer(alone), OFF: Writer(fast, speculation="off"), AGAIN: Writer(plain)}
     for writer in contenders.values():
         writer(prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0), 32)
-    for prompt in [p for p in _asked(fast, count + 1) if p not in asked]:
+    for prompt in [p for p in prompts.readable(fast, count + 1) if p not in asked]:
         for name in (ADAPTIVE, ALONE):
             contenders[name](prompt, max_tokens)  # what a first user of the pair would have left in the profile
     found: list[dict[str, Any]] = [taped.costs]
+    known = json.loads(json.dumps(tables.state()))  # before these texts are written: a replay is no second reading
     times, why, think = _interleaved(
         contenders, asked, max_tokens, rounds, progress, lambda: found.append(_rested([plain, alone, fast], Tables(tables.bits, Costs({}))))
     )
@@ -116,7 +109,7 @@ def schedule(
     rows = [{"prompt": p.id, "category": p.category, **{name: times[name][p.id] for name in contenders}} for p in asked]
     return {
         "where": provenance(), "settings": {"prompts": count, "max_tokens": max_tokens, "rounds": rounds, "target": _name(target), "draft": _name(draft), **settings},
-        "live": _table(rows, [p.category for p in asked], list(contenders)), "replayed": replayed(taped, None, tables.state()),
+        "live": _table(rows, [p.category for p in asked], list(contenders)), "replayed": replayed(taped, None, known),
         "calibration": _calibration(taped, rows), "reasons": dict(why), "microseconds": think, "rows": rows,
         "ledger": {"stalls": fast.engine.controller.ledger.stalls, "debts": fast.engine.controller.ledger.debts},  # type: ignore[attr-defined]
     }  # fmt: skip

@@ -18,6 +18,7 @@ import outrider
 from outrider import reference
 from outrider.bench import prompts
 from outrider.bench.report import provenance, save_as
+from outrider.bench.run import fresh
 from outrider.measure.trace import stats
 from outrider.runtime.door import Runtime
 
@@ -41,7 +42,7 @@ def strict(count: int = 5, max_tokens: int = 256, depth: int = 4, progress: Call
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1, "depth": depth}
     pair = ["lookup", f"model:{reference.draft()}"]
     runtimes = {
-        (mode, kind): outrider.load(reference.target(), drafters=names, strict=mode == "strict", **settings)
+        (mode, kind): fresh(outrider.load(reference.target(), drafters=names, strict=mode == "strict", **settings))
         for mode in ("strict", "free") for kind, names in (("plain", []), ("fast", pair))
     }  # fmt: skip
     asked = [prompt for category in prompts.CATEGORIES for prompt in prompts.load(category)[:count]]

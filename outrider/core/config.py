@@ -125,7 +125,7 @@ def limits(given: dict[str, Any]) -> Limits:
 class LoadSettings:
     """What `outrider.load` takes beyond models and drafters.
 
-    depth, width: of every drafter, always; depth None lets the controller decide at every step. budget: most nodes a
+    depth, width: of every drafter, always; depth None lets the controller decide at every step. budget: with a depth, most nodes a
     step (0: no limit). objective: "latency", "energy", or a number from 0 to 1 between them. slowdown_limit: how much
     slower than plain decoding a request may become. predictor: of acceptance, one of control.predict.LADDER.
     profile: "auto" (what was measured and learned is kept in the cache folder), "off", or a file. rows: requests that run together. context:
@@ -173,6 +173,11 @@ def load_settings(**given: Any) -> LoadSettings:
         if name == "depth" and value is None:
             continue
         _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
+    _must(
+        s.depth is not None or (s.width == 1 and s.budget == 0),
+        f"width={s.width}, budget={s.budget} without a depth: the scheduler decides at every step, and draws chains",
+        "depth=4; or speculation={'most': 8} of a request",
+    )
     _must(isinstance(s.slowdown_limit, (int, float)) and 0 <= s.slowdown_limit <= 10, f"slowdown_limit={s.slowdown_limit!r} is outside 0..10", "0.05")
     _must(_share(s.objective), f"objective={s.objective!r} is not known", "latency, energy, or a number from 0 to 1")
     _must(

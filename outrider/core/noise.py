@@ -127,7 +127,7 @@ class RowNoise:
     step: Ints | tuple[int, ...]
     length: Ints | tuple[int, ...]
     known: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
-    bits: dict[tuple[int, int], NDArray[np.uint64]] = field(default_factory=dict, compare=False)
+    bits: dict[tuple[int, int, int], NDArray[np.uint64]] = field(default_factory=dict, compare=False)
 
     def flip(self, p: Tensor, row: Ints, index: Ints) -> Tensor:
         """True with probability p. p [n], row [n], index [n] (a node's number within its row) -> bool [n]."""
@@ -205,7 +205,7 @@ class RowNoise:
 
     def _bits(self, row: int, depth: int, vocab: int) -> NDArray[np.uint64]:
         """52 random bits for each entry of the position `depth` tokens after the committed text."""
-        if (row, depth) not in self.bits:
+        if (row, depth, vocab) not in self.bits:  # a draft model may know fewer ids
             key = _address_of((int(self.seed[row]), int(self.length[row]) + depth, POSITION))
-            self.bits[row, depth] = _mix(_steps(vocab) + np.uint64(key)) >> _KEPT
-        return self.bits[row, depth]
+            self.bits[row, depth, vocab] = _mix(_steps(vocab) + np.uint64(key)) >> _KEPT
+        return self.bits[row, depth, vocab]

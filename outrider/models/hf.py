@@ -137,8 +137,11 @@ class HFModel:
         if reusing is not None:
             reusing.forget([row.index for s in seqs if (row := self.rows.of(s)).base < 0])  # of a step that was dropped
         layout = self.rows.layout(seqs, draft, places, resume=reusing is not None)
-        outs = [self._forward(block) if reusing is None else reusing.finish(block) for block in layout.blocks]
-        if len(outs) > 1:
+        several, outs = len(layout.blocks) > 1, []
+        for block in layout.blocks:
+            out = self._forward(block) if reusing is None else reusing.finish(block)
+            outs.append(tuple([x.clone() for x in out]) if several and self.far else out)  # where one graph has written, the next may write
+        if several:
             logits, found = [torch.cat([x.flatten(0, 1) for x in part])[None] for part in zip(*outs, strict=True)]
             return Scores(logits, at=layout.at, found=found)
         logits, found = outs[0]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -59,6 +60,7 @@ class Runtime:
     def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None, keeper: Keeper | None = None) -> None:
         self.engine, self.tokenizer, self.memory, self.rule, self.keeper = engine, tokenizer, memory, rule, keeper
         self.turns, self._numbers = Turns(), itertools.count(1)
+        self._left = deque[Sequence]()  # over, for those who asked, and not yet for the engine
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None, **knobs: Any) -> Generation: ...
@@ -83,11 +85,13 @@ class Runtime:
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         with self.turns:
+            self._forget()
             seq = self.engine.submit(request)
         told, sent, running = 0, "", RunningText(self._text)
         try:
             while True:
                 with self.turns:
+                    self._forget()
                     self.engine.advance([seq])  # unless another call has finished it
                     ended, new = seq.finish_reason, seq.generated[told:]
                     origins = seq.origins[told : told + len(new)]
@@ -103,20 +107,32 @@ class Runtime:
     def _run(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
         requests = [self.request(p, params, **knobs) for p in prompts]  # all are checked before the first is queued
         with self.turns:
+            self._forget()
             seqs = [self.engine.submit(r) for r in requests]
         try:
             while any(s.finish_reason is None for s in seqs):
                 with self.turns:
+                    self._forget()
                     self.engine.advance(seqs)
         finally:
             self._leave(seqs)
         return [self._result(s) for s in seqs]
 
     def _leave(self, seqs: list[Sequence]) -> None:
-        """These are over, whatever they were doing; and where nobody waits now, models and costs may be measured."""
-        with self.turns:
-            for seq in seqs:
-                self.engine.cancel(seq)
+        """These are over, whatever they were doing. A stream that the collector ends within a step is so when that is over."""
+        self._left += seqs
+        if not self.turns.inside():
+            with self.turns:
+                self._forget()
+                self._rest()
+
+    def _forget(self) -> None:
+        while self._left:
+            self.engine.cancel(self._left.popleft())
+
+    def _rest(self) -> None:
+        """Where nobody waits, models and costs may be measured."""
+        if not self.turns.queue:
             self.engine.rest()
             if self.keeper is not None:
                 self.keeper.idle(self.engine)

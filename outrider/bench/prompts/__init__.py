@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOM = 64  # tokens that a context must hold behind a prompt
 CATEGORIES = ("story", "code", "code_edit", "summarise_copy", "tool_dialogue", "open_ended")
 
 
@@ -31,6 +32,15 @@ def load(category: str) -> list[Prompt]:
     lines = (Path(__file__).parent / f"{category}.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [Prompt(r["id"], r["category"], r.get("prompt"), tuple(r["messages"]) if "messages" in r else None, r["temperature"]) for r in rows]
+
+
+def readable(rt: Any, count: int) -> list[Prompt]:
+    """The first `count` prompts of each category that the target of a runtime can read, and write some tokens behind: no chats for a model without a
+    template."""
+    spec, chat = rt.engine.target.spec, bool(getattr(rt.tokenizer, "chat_template", None))
+    found = [p for category in CATEGORIES for p in load(category) if chat or p.messages is None]
+    found = [p for p in found if len(p.encode(rt.tokenizer)) + ROOM < spec.context]
+    return [p for category in CATEGORIES for p in [q for q in found if q.category == category][:count]]
 
 
 def few(rt: Any, tokens: int = 64) -> list[Any]:
