@@ -294,12 +294,18 @@ class Keeper:
         tier = engine.controller.tier() if hasattr(engine.controller, "tier") else None
         if tier is not None and PATIENCE:
             if tier not in self.found:
-                known = self.tables.costs.verify.get(situation(tier, 1, CONTEXT, False))
-                self.found[tier] = Found() if known is None or len(known.seen) < len(NODES) // 2 else None
+                self.found[tier] = None if self._measured(situation(tier, 1, CONTEXT, False)) else Found()
             if (found := self.found[tier]) is not None and found.sweeps < SWEEPS:
                 self._sweep(engine, found)
         if time.monotonic() - self.saved > EVERY:
             self.save()
+
+    def _measured(self, at: Situation) -> bool:
+        """Was all of a situation measured? A sweep may have ended early, because steps were loaded in the midst of it, and use tells many sizes, but nothing
+        of a drafter that is not tried before it was measured."""
+        costs = self.tables.costs
+        known, drafts = costs.verify.get(at), [costs.draft.get((name, at)) for name in self.tables.bits]
+        return known is not None and len(known.seen) >= len(NODES) // 2 and all(curve is not None and curve.seen for curve in drafts)
 
     def _sweep(self, engine: Engine, found: Found) -> None:
         """A measurement that nobody asked for may fail, and the text that was just written is not lost with it."""
