@@ -294,17 +294,17 @@ class Keeper:
         tier = engine.controller.tier() if hasattr(engine.controller, "tier") else None
         if tier is not None and PATIENCE:
             if tier not in self.found:
-                self.found[tier] = None if self._measured(situation(tier, 1, CONTEXT, False)) else Found()
+                self.found[tier] = None if self._measured(engine, situation(tier, 1, CONTEXT, False)) else Found()
             if (found := self.found[tier]) is not None and found.sweeps < SWEEPS:
                 self._sweep(engine, found)
         if time.monotonic() - self.saved > EVERY:
             self.save()
 
-    def _measured(self, at: Situation) -> bool:
+    def _measured(self, engine: Engine, at: Situation) -> bool:
         """Was all of a situation measured? A sweep may have ended early, because steps were loaded in the midst of it, and use tells many sizes, but nothing
-        of a drafter that is not tried before it was measured."""
+        of a model that is not tried before it was measured. (Others may have said nothing in a sweep.)"""
         costs = self.tables.costs
-        known, drafts = costs.verify.get(at), [costs.draft.get((name, at)) for name in self.tables.bits]
+        known, drafts = costs.verify.get(at), [costs.draft.get((name, at)) for name, part in engine.drafters.items() if hasattr(part, "model")]
         return known is not None and len(known.seen) >= len(NODES) // 2 and all(curve is not None and curve.seen for curve in drafts)
 
     def _sweep(self, engine: Engine, found: Found) -> None:
