@@ -158,10 +158,10 @@ def _ours(rt: Runtime, name: str, prompt: prompts.Prompt, tokens: list[int], max
     request = rt.request(tokens, max_tokens=max_tokens, temperature=prompt.temperature, seed=1, speculation=allowed)
     seq = rt.engine.submit(request)
     while not seq.produced:
-        rt.engine.step()
+        rt.engine.advance([seq])
     first, first_tokens = time.perf_counter(), seq.produced
     while seq.finish_reason is None:
-        rt.engine.step()
+        rt.engine.advance([seq])
     end, told = time.perf_counter(), stats(seq.records[1:], request.id)
     forward, known = told["forward_seconds"], pick_device(rt.engine.target.spec.device).type == "cpu"
     verify = forward.get(TARGET, 0.0)  # nothing, of a text that ended in its first step

@@ -27,7 +27,7 @@ loaded = time.perf_counter() - start
 seq = rt.engine.submit(rt.request(rt._encode("Once upon a time, a little owl"), max_tokens=64, ignore_eos=True))
 first = served = None
 while seq.finish_reason is None:
-    rt.engine.step()
+    rt.engine.advance([seq])
     first = first or time.perf_counter() - start
     if served is None and seq.records[-1].tiers["target"].startswith("compiled"):
         served = time.perf_counter() - start

@@ -69,7 +69,7 @@ def _write(rt: Runtime, prompt: prompts.Prompt, temperature: float, max_tokens: 
     request = rt.request(prompt.encode(rt.tokenizer), max_tokens=max_tokens, temperature=temperature, seed=1, rule="coupled", speculation=drafters)
     seq = rt.engine.submit(request)
     while seq.finish_reason is None:
-        rt.engine.step()
+        rt.engine.advance([seq])
     figures = stats(seq.records, request.id)
     return Text(seq.generated, figures["seconds"] - figures["seconds_by_stage"]["prefill"])
 
