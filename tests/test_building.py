@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -355,6 +356,21 @@ def test_a_living_builder_is_left_alone_and_a_dead_one_replaced(folder, cache, s
     (place / "lock").write_text(str(dead))
     insist(Compiled(recipe_of(folder), model_of(folder).step))
     assert started == [place]
+
+
+def test_packages_that_nobody_takes_up_are_removed_one_day(tmp_path, cache, alive):
+    ours, young, old, held, elsewhere = (cache / "steps" / name for name in ("ours", "young", "old", "held", "../../elsewhere/old"))
+    for place in (ours, young, old, held, elsewhere):
+        place.mkdir(parents=True)
+        (place / "any.pt2").write_bytes(b"weights")
+    (held / "lock").write_text(str(alive))
+    for place, age in ((ours, 2.0), (young, 0.9), (old, 1.1), (held, 2.0), (elsewhere, 2.0)):
+        os.utime(place, (0, time.time() - age * builder_module.UNUSED))
+    builder_module._clean(elsewhere.parent / "new")
+    assert old.exists() and elsewhere.exists(), "who builds elsewhere cleans nothing"
+    builder_module._clean(ours)
+    assert sorted(f.name for f in ours.parent.iterdir()) == ["held", "ours", "young"]
+    assert elsewhere.exists() and all((place / "any.pt2").exists() for place in (ours, young, held))
 
 
 def test_waiting_ends_when_the_builder_has_died(folder, cache, monkeypatch, dead):

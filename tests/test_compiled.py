@@ -1,7 +1,9 @@
 """Compiled steps: a package built from a folder scores as the eager step does, and is used only where that holds."""
 
+import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import packages
@@ -243,6 +245,8 @@ def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypa
     """The second start of a process: packages serve from the first step on, nobody builds, bytes are counted."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(builder[0]))
     before = {f.name: (f.stat().st_size, f.stat().st_mtime_ns) for f in built.glob("*.pt2")}
+    monkeypatch.setattr(package.Package, "keep", lambda *_: None)  # what is noted beside it is no use of it
+    os.utime(built, (0, yesterday := time.time() - 86_400))
     how = {"dtype": DTYPE, "context": 120, "rows": 2, "depth": 3}
     rt, off = outrider.load(folder, ["lookup"], **how), outrider.load(folder, ["lookup"], compile="off", **how)
     prompt = rt.tokenizer("she sells sea shells")["input_ids"]
@@ -251,6 +255,7 @@ def test_loading_finds_what_is_on_disk(built, folder, builder, started, monkeypa
     same_or_nearly_tied(off.engine.target, prompt, *(x.generate("she sells sea shells", max_tokens=20, ignore_eos=True).tokens for x in (off, rt)))
     assert {f.name: (f.stat().st_size, f.stat().st_mtime_ns) for f in built.glob("*.pt2")} == before
     assert not {"lock", "failed"} & {f.name for f in built.iterdir()}
+    assert built.stat().st_mtime > yesterday + 1, "in use: not to be removed"
     assert rt.engine.target.compiled.bytes == rt.engine.target.held_bytes() - off.engine.target.held_bytes()
 
 

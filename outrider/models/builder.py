@@ -1,9 +1,12 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
+import contextlib
 import itertools
 import json
 import os
+import shutil
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +14,11 @@ from typing import Any
 
 import torch
 
-from outrider.core.cache import step_back
+from outrider.core.cache import cache_place, held, step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel, room
-from outrider.models.compiled import LONG, NOT_COMPILED, PREFILL, SHAPES, STEPS, Recipe, example
+from outrider.models.compiled import BUILDER, LONG, NOT_COMPILED, PREFILL, SHAPES, STEPS, Recipe, example
 from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
@@ -25,6 +28,7 @@ TUNED = [{"max_autotune": True, **BESIDE, "max_autotune_gemm_backends": some} fo
 STACK = "aot_inductor.allow_stack_allocation"  # what lies between kernels is not made and freed tensor by tensor, which takes a twentieth of a step
 STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
+UNUSED = 60 * 86_400.0  # seconds after which packages that nobody took up are removed
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
@@ -118,6 +122,18 @@ def main(spec: str, folder: str) -> None:
     finally:
         for left in (Path(folder, "lock"), *Path(folder).glob(f"*.{os.getpid()}.pt2")):
             left.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process cleans, too
+        _clean(Path(folder))
+
+
+def _clean(folder: Path) -> None:
+    """Remove the packages beside these that nobody has taken up for so long (UNUSED): each carries a model's weights. What another process finds is
+    whole or not there."""
+    if folder.parent != cache_place() / "steps":
+        return
+    for other in folder.parent.iterdir():
+        if other != folder and time.time() - other.stat().st_mtime > UNUSED and not held(BUILDER, other):
+            shutil.rmtree(other.rename(other.with_suffix(".gone")), ignore_errors=True)
 
 
 if __name__ == "__main__":

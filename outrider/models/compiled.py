@@ -7,6 +7,7 @@ low-priority process and kept on disk, so eager forwards serve at once and nobod
 has agreed with the eager step on this very model.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -207,6 +208,9 @@ class Compiled:
                     log.warning("%s cannot be used and was removed: %s", self._file(shape), str(damaged).split("\n")[0])
         if len(self.packages) < len(SHAPES):
             self._failed()
+        if self.packages.keys() > before:
+            with contextlib.suppress(OSError):  # somebody else's
+                os.utime(self.folder)  # in use: what nobody takes up is removed one day
         if not before.issuperset(STEPS) and self.packages.keys() >= set(STEPS):
             self._weigh()
         self.looked = time.monotonic()
