@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from contracts import check_scores, plain, recompute, request, run
+from contracts import check_scores, plain, recompute, request, run, sequence
 from test_device import KINDS, LOOP, far, pair, sequence_of  # noqa: F401
 
 from outrider.control.fixed import fixed
@@ -353,3 +353,25 @@ def test_a_capture_that_fails_leaves_the_model_eager(how, graphs, monkeypatch):
     seq = run(Engine(target, {}, fixed(Plan()), 1), [asked])[0]
     assert seq.generated == plain(pair()[0], [asked])[0]
     assert target.compiled.reason == "eager:capture-failed" == seq.records[-1].tiers["target"] and not target.compiled.graphs
+
+
+def test_what_one_graph_has_written_outlives_the_next(monkeypatch):
+    """Rows of a step that lie apart are two forwards. On a GPU the second may write where the first one's logits lie."""
+    model = zoo.model("llama", rows=3)
+    seqs = [sequence([3, 1, 4, n], f"r{n}") for n in range(3)]
+    for seq in seqs:
+        model.open(seq)
+    model.prefill(seqs)
+    apart, draft, forward, held = [seqs[0], seqs[2]], tree.empty(2), model._forward, []
+    want = model.score(apart, draft, [-1, -2]).logits.clone()
+    model.drop(apart)
+
+    def shared(block):
+        held.append(tuple(x.clone() for x in forward(block))) if not held else [
+            old.copy_(new) for old, new in zip(held[0], forward(block), strict=True)
+        ]
+        return held[0]
+
+    monkeypatch.setattr(model, "_forward", shared)
+    monkeypatch.setattr(model, "far", True)
+    assert torch.equal(model.score(apart, draft, [-1, -2]).logits, want) and not torch.equal(want[0], want[1])

@@ -120,28 +120,6 @@ def test_too_many_rows_is_an_error_that_names_the_remedy():
         toy.open(sequence([1], "b"))
 
 
-def test_what_one_graph_has_written_outlives_the_next(monkeypatch):
-    """Rows of a step that lie apart are two forwards. On a GPU the second may write where the first one's logits lie."""
-    model = zoo.model("llama", rows=3)
-    seqs = [sequence([3, 1, 4, n], f"r{n}") for n in range(3)]
-    for seq in seqs:
-        model.open(seq)
-    model.prefill(seqs)
-    apart, draft, forward, held = [seqs[0], seqs[2]], tree.empty(2), model._forward, []
-    want = model.score(apart, draft, [-1, -2]).logits.clone()
-    model.drop(apart)
-
-    def shared(block):
-        held.append(tuple(x.clone() for x in forward(block))) if not held else [
-            old.copy_(new) for old, new in zip(held[0], forward(block), strict=True)
-        ]
-        return held[0]
-
-    monkeypatch.setattr(model, "_forward", shared)
-    monkeypatch.setattr(model, "far", True)
-    assert torch.equal(model.score(apart, draft, [-1, -2]).logits, want) and not torch.equal(want[0], want[1])
-
-
 def test_a_step_that_is_dropped_before_commit_loses_nothing():
     toy = ToyModel(7, 3)
     seq = sequence([1, 2, 3])
