@@ -358,7 +358,7 @@ def test_a_living_builder_is_left_alone_and_a_dead_one_replaced(folder, cache, s
     assert started == [place]
 
 
-def test_packages_that_nobody_takes_up_are_removed_one_day(tmp_path, cache, alive):
+def test_packages_that_nobody_takes_up_are_removed_one_day(cache, alive):
     ours, young, old, held, elsewhere = (cache / "steps" / name for name in ("ours", "young", "old", "held", "../../elsewhere/old"))
     for place in (ours, young, old, held, elsewhere):
         place.mkdir(parents=True)
@@ -366,10 +366,12 @@ def test_packages_that_nobody_takes_up_are_removed_one_day(tmp_path, cache, aliv
     (held / "lock").write_text(str(alive))
     for place, age in ((ours, 2.0), (young, 0.9), (old, 1.1), (held, 2.0), (elsewhere, 2.0)):
         os.utime(place, (0, time.time() - age * builder_module.UNUSED))
+    (cache / "steps" / "note").write_text("of the user's")
+    os.utime(cache / "steps" / "note", (0, 0))
     builder_module._clean(elsewhere.parent / "new")
     assert old.exists() and elsewhere.exists(), "who builds elsewhere cleans nothing"
     builder_module._clean(ours)
-    assert sorted(f.name for f in ours.parent.iterdir()) == ["held", "ours", "young"]
+    assert sorted(f.name for f in ours.parent.iterdir()) == ["held", "note", "ours", "young"]
     assert elsewhere.exists() and all((place / "any.pt2").exists() for place in (ours, young, held))
 
 

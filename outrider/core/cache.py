@@ -54,6 +54,19 @@ def _kept(file: Path) -> Path:
     return cache_folder() / "contents" / hashlib.blake2b(mark.encode(), digest_size=12).hexdigest()
 
 
+def used(folder: Path) -> None:
+    """Note that what was built there is in use: what is not is removed one day."""
+    with contextlib.suppress(OSError):  # somebody else's
+        os.utime(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove what was built; what another process finds is whole or not there. Raises OSError where it is somebody else's, or gone."""
+    import shutil
+
+    shutil.rmtree(folder.rename(folder.with_suffix(".gone")), ignore_errors=True)
+
+
 def start(builder: str, *given: str, folder: Path) -> None:
     """Run the module `builder` in another process, which outlives this one. Its number stands in `lock`, what it says in `log`."""
     import subprocess

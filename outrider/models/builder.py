@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.core.cache import cache_place, held, step_back
+from outrider.core.cache import cache_place, held, remove, step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel, room
@@ -127,13 +126,12 @@ def main(spec: str, folder: str) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove the packages beside these that nobody has taken up for so long (UNUSED): each carries a model's weights. What another process finds is
-    whole or not there."""
+    """Remove the packages beside these that nobody has taken up for so long (UNUSED): they carry a model's weights."""
     if folder.parent != cache_place() / "steps":
         return
     for other in folder.parent.iterdir():
-        if other != folder and time.time() - other.stat().st_mtime > UNUSED and not held(BUILDER, other):
-            shutil.rmtree(other.rename(other.with_suffix(".gone")), ignore_errors=True)
+        if other != folder and other.is_dir() and time.time() - other.stat().st_mtime > UNUSED and not held(BUILDER, other):
+            remove(other)
 
 
 if __name__ == "__main__":

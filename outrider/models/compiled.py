@@ -7,7 +7,6 @@ low-priority process and kept on disk, so eager forwards serve at once and nobod
 has agreed with the eager step on this very model.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,7 +25,7 @@ import transformers
 from torch import Tensor, nn
 
 from outrider.core import processor
-from outrider.core.cache import cache_folder, contents, held, read_before, start
+from outrider.core.cache import cache_folder, contents, held, read_before, start, used
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.kv import slots_for
@@ -209,8 +208,7 @@ class Compiled:
         if len(self.packages) < len(SHAPES):
             self._failed()
         if self.packages.keys() > before:
-            with contextlib.suppress(OSError):  # somebody else's
-                os.utime(self.folder)  # in use: what nobody takes up is removed one day
+            used(self.folder)
         if not before.issuperset(STEPS) and self.packages.keys() >= set(STEPS):
             self._weigh()
         self.looked = time.monotonic()

@@ -6,7 +6,6 @@ What means something else in machine code is not written there: `==` of two data
 Standard library only: this is imported before anything else.
 """
 
-import contextlib
 import hashlib
 import importlib
 import logging
@@ -114,8 +113,7 @@ class Host:
             return
         self.tier = "native"
         if not os.environ.get(SWITCH):
-            with contextlib.suppress(OSError):  # somebody else's
-                os.utime(folder.parent)  # in use, so not the oldest
+            cache.used(folder.parent)  # so it is not the oldest
 
     def ask(self) -> None:
         """See to it that they are being built, for the next start. Who cannot have them is told why, once."""

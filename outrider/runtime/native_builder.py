@@ -239,13 +239,11 @@ def main(folder: Path, later: float = 0.0) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove the oldest builds, all but the latest KEPT, and never this one; what another process finds is whole or not there. And what builders that
-    were killed left behind: tens of megabytes each."""
+    """Remove the oldest builds, all but the latest KEPT, and never this one. And what builders that were killed left behind: tens of megabytes each."""
     others = [f for f in folder.parent.iterdir() if f.is_dir()]
     made = sorted((f for f in others if f != folder and (f / "built").is_dir()), key=lambda f: f.stat().st_mtime)
     for old in made[: max(len(made) + 1 - KEPT, 0)]:
-        gone = old.rename(old.with_suffix(".gone"))
-        shutil.rmtree(gone, ignore_errors=True)
+        cache.remove(old)
     for left in [work for f in others if not cache.held(BUILDER, f) for work in f.glob("work.*")]:
         shutil.rmtree(left, ignore_errors=True)
 
