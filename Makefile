@@ -33,6 +33,7 @@ test-gpu: $(VENV)/ready
 # Rewrites docs/results on this machine (about twenty minutes; tables of docs/performance.md and docs/scheduling.md).
 bench: $(VENV)/ready native
 	$(BIN)/outrider bench speed
+	$(BIN)/outrider bench widths
 	$(BIN)/outrider bench strict
 	$(BIN)/outrider bench start
 	$(BIN)/outrider bench verdict

@@ -11,7 +11,7 @@ from tiny import tiny_folder
 from transformers import AutoModelForCausalLM
 
 import outrider
-from outrider.bench import ablation, peers, prompts, report, run, start, synthetic, verdict
+from outrider.bench import ablation, peers, prompts, report, run, start, synthetic, verdict, widths
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, OURS, STOCK, Row, summary
 from outrider.bench.table import markdown
@@ -302,3 +302,42 @@ def test_a_cold_start_is_held_against_the_eager_one_of_its_round() -> None:
     rows["cold"][0]["first_token"] = None
     with pytest.raises(AssertionError, match="without a token"):
         start.later(rows)
+
+
+def test_columns_are_timed_in_turn_on_the_same_tokens_as_stock(folders, tmp_path, monkeypatch):
+    """All kinds in every round, after one that warms up; ours and stock find the same, and stock's cache is as long each time."""
+    found: dict[tuple[str, int], list] = {}
+    ours, eager = widths._ours, widths._Eager.__call__
+
+    def kept(key, step):
+        return lambda: found.setdefault(key, []).append(step()) or found[key][-1]
+
+    monkeypatch.setattr(widths, "USED", (16, 40, 10**6))
+    monkeypatch.setattr(
+        widths, "_ours", lambda model, used, width: kept(("target" if "target" in model.spec.name else "draft", width), ours(model, used, width))
+    )
+    monkeypatch.setattr(widths._Eager, "__call__", lambda self, width: kept(("stock", width), lambda: eager(self, width))())
+    result = widths.widths(3, lambda at: None, target=folders[0], draft=folders[1], device="cpu", dtype="float32", compile="off")
+    assert [row["used"] for row in result["rows"]] == [16, 40], "no more than the context holds"
+    for row in result["rows"]:
+        assert len(row["seconds"]) == len(widths.WIDTHS) + len(widths.STOCK_WIDTHS) + 1 and {len(own) for own in row["seconds"].values()} == {3}
+        low, middle, high = row["ratios"]["to one 8"]
+        assert 0 < low <= middle <= high and row["ratios"]["to one 1"] == [1.0, 1.0, 1.0]
+        assert middle == sorted(a / b for a, b in zip(row["seconds"]["ours 8"], row["seconds"]["ours 1"], strict=True))[1]
+    calls = 4 * (widths.COLD + widths.CALLS)
+    for w in widths.STOCK_WIDTHS:
+        assert [len(found["stock", w]), len(found["stock", w][0])] == [2 * calls, w]
+        for end in (0, -1):
+            assert [int(best) for best, *_ in found["target", w][end][0]] == found["stock", w][end]
+    widths.save(result, tmp_path)
+    told = (tmp_path / "widths.md").read_text()
+    assert told.count("| 16 |") >= 5 and "draft model" in told and json.loads((tmp_path / "widths.json").read_text())["rows"]
+
+
+def test_every_timed_forward_is_computed_anew():
+    model = synthetic.build(synthetic.SHAPES["tiny"], 200, "float32", torch.device("cpu"))
+    step = widths._ours(model, 16, 4)
+    before = step()
+    assert step() == before
+    model.module.lm_head.weight.data.mul_(-1)
+    assert step() != before

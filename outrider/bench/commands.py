@@ -58,6 +58,22 @@ def strict_(
     print(strict.markdown(result))
 
 
+@bench.command("widths")
+def widths_(
+    rounds: Annotated[int, typer.Option(min=2, help="Times that all are timed in turn.")] = 20, target: Target = None, draft: Draft = None,
+    device: Device = "auto", dtype: DType = "bfloat16", compile: Compile = "wait", out: Out = Path("docs/results"),
+) -> None:  # fmt: skip
+    """What a forward of one to sixteen columns takes, beside stock's eager one, and the draft model's."""
+    from rich.console import Console
+
+    from outrider.bench import widths
+
+    with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
+        result = widths.widths(rounds, status.update, target=target, draft=draft, device=device, dtype=dtype, compile=compile)
+    widths.save(result, out)
+    print(widths.markdown(result))
+
+
 @bench.command()
 def start(out: Out = Path("docs/results")) -> None:
     """Seconds to the first token of a fresh process: eager, with an empty cache of compiled steps, with a full one."""

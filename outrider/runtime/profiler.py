@@ -188,9 +188,10 @@ def _requests(engine: Engine, filler: Filler, context: int, rows: int, sampled: 
 def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
     """Warm up, then every size in turn, the coarse ones first and `between` plain steps before each, then levels, then plain steps in a row. Of a
     model that has just read the prompt the first levels find its weights cold: they are not counted, and then levels are many, where that weighs
-    least. What it takes to read a few tokens is seen behind what others wrote, and behind plain steps."""
+    least. Before each stands a plain step: where all of a draft came true its last token is read beside the next one. What it takes to read a few
+    tokens is seen behind what others wrote, and behind plain steps."""
     sizes = [Plan(((FILLER, n, 1),) if n else ()) for n in sorted(NODES, key=lambda n: (n & (n - 1) != 0, n))]
-    levels = [Plan(((name, n, 1),)) for name in models for n in (1, LEVELS[-1], *reversed(LEVELS))]
+    levels = [plan for name in models for n in (1, LEVELS[-1], *reversed(LEVELS)) for plan in (Plan(), Plan(((name, n, 1),)))]
     asked = [Plan(((name, WHOLE, 1),)) for name in others for _ in range(ASKED)]
     behind = [Plan(((name, 1, 1),)) for name in models]
     return (
@@ -230,11 +231,13 @@ class Found:
 
     def add(self, record: StepRecord, rows: int) -> None:
         self.taken, self.seen, self.tier, drafting = self.taken + 1, self.seen + 1, record.tiers.get("target", ""), 0.0
+        usual = True  # was nothing read, that takes the weights' place in the caches?
         for name, levels in record.levels.items():
             took = record.seconds.get(stage(name), 0.0)
             drafting += took
             behind, self.asked[name] = record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
             self.read[name] = record.context[0] + record.right(name) // rows
+            usual = usual and (name == FILLER or (name in self.models and behind <= FAR))
             if name in self.models and self.texts > 1 and self.asked[name] <= UNCOUNTED:
                 continue
             if behind > FAR:
@@ -245,7 +248,7 @@ class Found:
         self.plain = 0 if record.levels else self.plain + 1
         if self.plain > CALM:
             self.steady.append(own)
-        elif self.seen > WARM and all(name == FILLER for name in record.levels):
+        elif self.seen > WARM and usual:
             self.verify.setdefault(max(record.drafted), []).append(own)
 
     def enough(self, end: float) -> bool:

@@ -1,0 +1,162 @@
+"""What a forward of several columns costs: ours, compiled, beside stock's eager one on the same weights and the same number of tokens in the
+cache, and the draft model's.
+
+All are timed in turn, each in calls one after the other of which the first are not counted: a forward among others of its width, as in a text that
+is written so. Ratios are those of one round, for between minutes a machine differs by more. Arbitrary tokens, the same for all: what a forward takes does not hang on them.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+import outrider
+from outrider import reference
+from outrider.bench import peers
+from outrider.bench.report import provenance, save_as
+from outrider.bench.synthetic import block
+from outrider.models.hf import HFModel
+
+WIDTHS, STOCK_WIDTHS, USED = (1, 2, 4, 8, 16), (1, 8), (64, 192, 448)
+COLD, CALLS = 8, 8  # calls one after the other that find the caches as others left them; and that are timed
+CHAIN = 4  # forwards of the draft model after one of the target
+DRAFT = "draft"
+Folder = str | os.PathLike[str] | None
+Step = Callable[[], object]
+
+
+def widths(
+    rounds: int = 20, progress: Callable[[str], None] = print, *, target: Folder = None, draft: Folder = None, **settings: Any
+) -> dict[str, Any]:
+    """Seconds of a forward by tokens in the cache and columns, of every round; `settings`: of outrider.load."""
+    settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
+    folders = (target or reference.target(), draft or reference.draft())
+    rt = outrider.load(folders[0], [f"model:{folders[1]}"], **settings, profile="off")
+    ours: Any = rt.engine.target
+    small: Any = rt.engine.drafters["model"].model  # type: ignore[attr-defined]
+    stock = peers.Stock(*folders, ours.spec.dtype, device=ours.spec.device).target
+    rows, most = list[dict[str, Any]](), min(ours.spec.context, small.spec.context) - max(WIDTHS)
+    for used in [used for used in USED if used <= most]:
+        kinds = _kinds(ours, small, stock, used)
+        rows.append({"used": used, "seconds": _in_turn(kinds, rounds, f"{used} tokens in the cache", progress)})
+    where = {**provenance(), "settings": {k: str(v) for k, v in settings.items()}, "tier": ours.meter.tier}
+    return {"where": where, "rows": [{**row, "ratios": ratios(row["seconds"])} for row in rows]}
+
+
+def _kinds(ours: HFModel, small: HFModel, stock: Any, used: int) -> dict[str, Callable[[], float]]:
+    """What is timed behind `used` tokens, by name."""
+    for model in (ours, small):
+        _times(partial(model._forward, block(model, 0, used)), 1)
+    eager = _Eager(stock, used)
+    kinds = {f"ours {w}": _mean_of(_ours(ours, used, w)) for w in WIDTHS} | {f"stock {w}": _mean_of(partial(eager, w)) for w in STOCK_WIDTHS}
+    return kinds | {DRAFT: _chain(_ours(ours, used, 1), _ours(small, used, 1))}
+
+
+def _in_turn(kinds: dict[str, Callable[[], float]], rounds: int, about: str, progress: Callable[[str], None]) -> dict[str, list[float]]:
+    """Seconds by kind, of each round, in rotating order; the first round warms up."""
+    found, names = {name: list[float]() for name in kinds}, list(kinds)
+    for turn in range(rounds + 1):
+        progress(f"{about}: round {turn} of {rounds}")
+        for name in (names + names)[turn % len(names) :][: len(names)]:
+            took = kinds[name]()
+            if turn:
+                found[name].append(took)
+    return found
+
+
+def _ours(model: HFModel, used: int, width: int) -> Step:
+    """A forward of ours, to the best tokens on the host."""
+    given = block(model, used, width)
+
+    def step() -> object:
+        return model._forward(given)[1].tolist()
+
+    return step
+
+
+class _Eager:
+    """Forwards of stock transformers behind `used` tokens, to the best tokens on the host."""
+
+    def __init__(self, module: Any, used: int) -> None:
+        self.module, self.used, self.cache = module, used, DynamicCache()
+        ids = torch.arange(used + max(STOCK_WIDTHS), device=module.device)[None] % module.config.vocab_size
+        self.prompt, self.more = ids[:, :used], ids[:, used:]
+        self._forward(self.prompt)
+
+    @torch.inference_mode()
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        return out
+
+    def __call__(self, width: int) -> list[int]:
+        found: list[int] = self._forward(self.more[:, :width])[0].argmax(-1).tolist()
+        self.cache.crop(-width)
+        return found
+
+
+@torch.inference_mode()
+def _times(step: Step, calls: int) -> list[float]:
+    """Seconds of so many calls."""
+    took = list[float]()
+    for _ in range(calls):
+        start = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - start)
+    return took
+
+
+def _mean_of(step: Step) -> Callable[[], float]:
+    """The mean of CALLS calls, after COLD that are not counted."""
+    return lambda: mean(_times(step, COLD + CALLS)[COLD:])
+
+
+def _chain(target: Step, draft: Step) -> Callable[[], float]:
+    """One of CHAIN forwards of the draft model, after one of the target, which drove its weights out of the caches."""
+
+    def timed() -> float:
+        _times(target, 1)
+        return mean(_times(draft, CHAIN))
+
+    return timed
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Lower quartile, median and upper quartile over rounds, by name: "to one N", N columns of ours over one; "stock N", stock's over ours; and a draft
+    model's forward over the target's."""
+    one = seconds["ours 1"]
+    over = {f"to one {w}": (seconds[f"ours {w}"], one) for w in WIDTHS}
+    over |= {f"stock {w}": (seconds[f"stock {w}"], seconds[f"ours {w}"]) for w in STOCK_WIDTHS}
+    over[DRAFT] = (seconds[DRAFT], one)
+    return {name: quantiles([a / b for a, b in zip(*pair, strict=True)], n=4, method="inclusive") for name, pair in over.items()}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        "| tokens in the cache | columns | ours, ms | to one column | quartiles | stock, eager, ms | stock / ours | quartiles |",
+        "|---" * 8 + "|",
+    ]
+    drafts = list[str]()
+    for row in result["rows"]:
+        for w in WIDTHS:
+            low, middle, high = row["ratios"][f"to one {w}"]
+            beside = " - | - | - |"
+            if w in STOCK_WIDTHS:
+                least, times, most = row["ratios"][f"stock {w}"]
+                beside = f" {1e3 * median(row['seconds'][f'stock {w}']):.2f} | {times:.2f} | {least:.2f}..{most:.2f} |"
+            ms = 1e3 * median(row["seconds"][f"ours {w}"])
+            lines.append(f"| {row['used']} | {w} | {ms:.2f} | {middle:.2f} | {low:.2f}..{high:.2f} |{beside}")
+        low, middle, high = row["ratios"][DRAFT]
+        drafts.append(f"{middle:.3f} ({low:.3f} to {high:.3f}) behind {row['used']} tokens")
+    return "\n".join([*lines, "", f"A forward of the draft model, one of {CHAIN} in a row, takes of one of the target: {', '.join(drafts)}."])
+
+
+def save(result: dict[str, Any], folder: Path) -> None:
+    """widths.json and .md below `folder`."""
+    save_as(folder, "widths", json.dumps(result, indent=1), markdown(result))
