@@ -16,8 +16,8 @@ PATIENCE, REST = 8, 16  # vain guesses after which a drafter begins to rest, a s
 DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 GUESSES, UNPAID, SILENT, RESTS = 0, 1, 2, 3  # what a drafter may do in a step; of the rows of a batch the least counts
 WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and that every draft is looked at
-SHARE, LOOKS, RARE = 0.02, 16, 64  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
-LOST = 8  # times as seldom, where they did not pay in the requests before either
+SHARE, LOOKS, RARE = 0.02, 16, 512  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
+LOST = 8  # times as seldom, where they did not pay in the requests before either; and plain steps that one may lose there, for all is cold
 BEFORE = 4  # looks that those in the requests before count for
 EARLY, LATE = 16, 128  # unread tokens that a drafter which can tell reads in passing, before it has begun and then
 
@@ -52,10 +52,10 @@ class Row:
 
 def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
     """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take
-    SHARE of the time."""
+    SHARE of the time. One loses as many as `seldom` at most: more is the machine's doing."""
     for row in rows:
         row.looked += times
-        row.worth += (max(worth, -1.0) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
+        row.worth += (max(worth, -float(row.seldom)) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
         if rest := pause(row.worth, row.seldom):
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
 
@@ -137,4 +137,4 @@ def _vain(row: Row, name: str, price: float = 0.0) -> None:
     """A drafter was looked at in vain: from PATIENCE times on it rests, the longer the dearer it is to ask."""
     vain = row.vain[name] = row.vain.get(name, 0) + 1
     if vain >= PATIENCE:
-        row.rest[name] = min(vain // PATIENCE * (1 + int(price / DEAR)), REST)
+        row.rest[name] = max(row.rest.get(name, 0), min(vain // PATIENCE * (1 + int(price / DEAR)), REST))
