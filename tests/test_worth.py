@@ -17,7 +17,7 @@ from written import costs as priced
 from outrider.control import rows as memory
 from outrider.control.controller import Adaptive
 from outrider.control.predict import Bias
-from outrider.control.rows import BEFORE, LOOKS, LOST, NEAR, SHARE, Row, looked
+from outrider.control.rows import BEFORE, LOOKS, LOST, NEAR, SHARE, WORST, Row, looked
 from outrider.control.step import Step
 from outrider.control.tables import Lesson, Page, Tables
 from outrider.core import tree
@@ -180,13 +180,13 @@ def test_what_is_walked_in_one_pass_is_walked_place_by_place(seed: int) -> None:
 
 
 def test_looks_that_lose_are_so_rare_that_they_take_a_small_share() -> None:
-    """At any loss; one stall says no more than the worst look; where looks win, none rests. Where they lost before, too, a look may be as bad as what is
-    seldom done and so finds everything cold."""
+    """At any loss; one stall says no more than the worst look; where looks win, none rests. A look may be as bad as what is seldom done and so finds
+    everything cold."""
     for seldom, loss in itertools.product((1, LOST), (0.03, 0.1, 0.5, 1.0, 6.0, 100.0)):
         row, took, steps = Row(seldom=seldom), 0.0, 0
         for _ in range(400):
             looked([row], ("lookup",), -loss)
-            took, steps = took + min(loss, seldom), steps + 1 + row.rest.pop("lookup", 0)
+            took, steps = took + min(loss, WORST), steps + 1 + row.rest.pop("lookup", 0)
         assert 0.5 * SHARE / seldom < took / steps < 1.6 * SHARE / seldom, loss
     row = Row(worth=0.4, looked=LOOKS)
     looked([row], ("lookup",), -0.1)

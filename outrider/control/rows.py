@@ -17,7 +17,8 @@ DEAR = 0.05  # plain steps that asking may cost before rests grow in proportion
 GUESSES, UNPAID, SILENT, RESTS = 0, 1, 2, 3  # what a drafter may do in a step; of the rows of a batch the least counts
 WHOLE, NEAR = 8, 16  # nodes deep that a new pair's drafts are verified; and that every draft is looked at
 SHARE, LOOKS, RARE = 0.02, 16, 512  # of the time that looks may take which do not pay; looks whose worth is averaged; most steps between two
-LOST = 8  # times as seldom, where they did not pay in the requests before either; and plain steps that one may lose there, for all is cold
+LOST = 8  # times as seldom, where they did not pay in the requests before either
+WORST = 8.0  # plain steps that a look is held to lose at most: what is seldom done finds all cold, and more than that is the machine's doing
 BEFORE = 4  # looks that those in the requests before count for
 EARLY, LATE = 16, 128  # unread tokens that a drafter which can tell reads in passing, before it has begun and then
 
@@ -52,10 +53,10 @@ class Row:
 
 def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
     """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take
-    SHARE of the time. One loses as many as `seldom` at most: more is the machine's doing."""
+    SHARE of the time."""
     for row in rows:
         row.looked += times
-        row.worth += (max(worth, -float(row.seldom)) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
+        row.worth += (max(worth, -WORST) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
         if rest := pause(row.worth, row.seldom):
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}
 
