@@ -314,11 +314,13 @@ def test_columns_are_timed_in_turn_on_the_same_tokens_as_stock(folders, tmp_path
 
     monkeypatch.setattr(widths, "USED", (16, 40, 10**6))
     monkeypatch.setattr(
-        widths, "_ours", lambda model, used, width: kept(("target" if "target" in model.spec.name else "draft", width), ours(model, used, width))
+        widths,
+        "_ours",
+        lambda model, used, width, tiers: kept(("target" if "target" in model.spec.name else "draft", width), ours(model, used, width, tiers)),
     )
     monkeypatch.setattr(widths._Eager, "__call__", lambda self, width: kept(("stock", width), lambda: eager(self, width))())
     result = widths.widths(3, lambda at: None, target=folders[0], draft=folders[1], device="cpu", dtype="float32", compile="off")
-    assert [row["used"] for row in result["rows"]] == [16, 40], "no more than the context holds"
+    assert [row["used"] for row in result["rows"]] == [16, 40] and result["left_out"] == [10**6], "no more than the context holds"
     for row in result["rows"]:
         assert len(row["seconds"]) == len(widths.WIDTHS) + len(widths.STOCK_WIDTHS) + 1 and {len(own) for own in row["seconds"].values()} == {3}
         low, middle, high = row["ratios"]["to one 8"]
@@ -331,13 +333,21 @@ def test_columns_are_timed_in_turn_on_the_same_tokens_as_stock(folders, tmp_path
             assert [int(best) for best, *_ in found["target", w][end][0]] == found["stock", w][end]
     widths.save(result, tmp_path)
     told = (tmp_path / "widths.md").read_text()
-    assert told.count("| 16 |") >= 5 and "draft model" in told and json.loads((tmp_path / "widths.json").read_text())["rows"]
+    assert (
+        told.count("| 16 |") >= 5
+        and "served by: eager:off" in told
+        and "behind 1000000 tokens" in told
+        and json.loads((tmp_path / "widths.json").read_text())["rows"]
+    )
+    monkeypatch.setattr(widths, "USED", (10**6,))
+    with pytest.raises(OutriderError, match="too short"):
+        widths.widths(3, lambda at: None, target=folders[0], draft=folders[1], device="cpu", dtype="float32", compile="off")
 
 
 def test_every_timed_forward_is_computed_anew():
     model = synthetic.build(synthetic.SHAPES["tiny"], 200, "float32", torch.device("cpu"))
-    step = widths._ours(model, 16, 4)
+    step = widths._ours(model, 16, 4, tiers := set())
     before = step()
-    assert step() == before
+    assert step() == before and tiers == {"eager:off"}
     model.module.lm_head.weight.data.mul_(-1)
     assert step() != before

@@ -2,7 +2,8 @@
 cache, and the draft model's.
 
 All are timed in turn, each in calls one after the other of which the first are not counted: a forward among others of its width, as in a text that
-is written so. Ratios are those of one round, for between minutes a machine differs by more. Arbitrary tokens, the same for all: what a forward takes does not hang on them.
+is written so. Ratios are those of one round, for between minutes a machine differs by more. Arbitrary tokens, the same for all: what a forward takes
+does not hang on them.
 """
 
 import json
@@ -22,6 +23,7 @@ from outrider import reference
 from outrider.bench import peers
 from outrider.bench.report import provenance, save_as
 from outrider.bench.synthetic import block
+from outrider.core.errors import OutriderError
 from outrider.models.hf import HFModel
 
 WIDTHS, STOCK_WIDTHS, USED = (1, 2, 4, 8, 16), (1, 8), (64, 192, 448)
@@ -35,28 +37,37 @@ Step = Callable[[], object]
 def widths(
     rounds: int = 20, progress: Callable[[str], None] = print, *, target: Folder = None, draft: Folder = None, **settings: Any
 ) -> dict[str, Any]:
-    """Seconds of a forward by tokens in the cache and columns, of every round; `settings`: of outrider.load."""
+    """Seconds of a forward by tokens in the cache and columns, of every round, and what served ours; `settings`: of outrider.load.
+
+    Raises OutriderError where the models' context holds none of USED.
+    """
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
     folders = (target or reference.target(), draft or reference.draft())
     rt = outrider.load(folders[0], [f"model:{folders[1]}"], **settings, profile="off")
     ours: Any = rt.engine.target
     small: Any = rt.engine.drafters["model"].model  # type: ignore[attr-defined]
     stock = peers.Stock(*folders, ours.spec.dtype, device=ours.spec.device).target
-    rows, most = list[dict[str, Any]](), min(ours.spec.context, small.spec.context) - max(WIDTHS)
+    most = min(ours.spec.context, small.spec.context) - max(WIDTHS)
+    if most < min(USED):
+        raise OutriderError(
+            f"a context of {most + max(WIDTHS)} tokens is too short", f"{min(USED)} and {max(WIDTHS)} columns are timed", "other models"
+        )
+    rows, tiers = list[dict[str, Any]](), set[str]()
     for used in [used for used in USED if used <= most]:
-        kinds = _kinds(ours, small, stock, used)
+        kinds = _kinds(ours, small, stock, used, tiers)
         rows.append({"used": used, "seconds": _in_turn(kinds, rounds, f"{used} tokens in the cache", progress)})
-    where = {**provenance(), "settings": {k: str(v) for k, v in settings.items()}, "tier": ours.meter.tier}
-    return {"where": where, "rows": [{**row, "ratios": ratios(row["seconds"])} for row in rows]}
+    where = {**provenance(), "settings": {k: str(v) for k, v in settings.items()}}
+    left = [used for used in USED if used > most]
+    return {"where": where, "served_by": sorted(tiers), "left_out": left, "rows": [{**row, "ratios": ratios(row["seconds"])} for row in rows]}
 
 
-def _kinds(ours: HFModel, small: HFModel, stock: Any, used: int) -> dict[str, Callable[[], float]]:
-    """What is timed behind `used` tokens, by name."""
+def _kinds(ours: HFModel, small: HFModel, stock: Any, used: int, tiers: set[str]) -> dict[str, Callable[[], float]]:
+    """What is timed behind `used` tokens, by name; what serves ours is added to `tiers`."""
     for model in (ours, small):
         _times(partial(model._forward, block(model, 0, used)), 1)
     eager = _Eager(stock, used)
-    kinds = {f"ours {w}": _mean_of(_ours(ours, used, w)) for w in WIDTHS} | {f"stock {w}": _mean_of(partial(eager, w)) for w in STOCK_WIDTHS}
-    return kinds | {DRAFT: _chain(_ours(ours, used, 1), _ours(small, used, 1))}
+    kinds = {f"ours {w}": _mean_of(_ours(ours, used, w, tiers)) for w in WIDTHS} | {f"stock {w}": _mean_of(partial(eager, w)) for w in STOCK_WIDTHS}
+    return kinds | {DRAFT: _chain(_ours(ours, used, 1, tiers), _ours(small, used, 1, tiers))}
 
 
 def _in_turn(kinds: dict[str, Callable[[], float]], rounds: int, about: str, progress: Callable[[str], None]) -> dict[str, list[float]]:
@@ -71,12 +82,14 @@ def _in_turn(kinds: dict[str, Callable[[], float]], rounds: int, about: str, pro
     return found
 
 
-def _ours(model: HFModel, used: int, width: int) -> Step:
+def _ours(model: HFModel, used: int, width: int, tiers: set[str]) -> Step:
     """A forward of ours, to the best tokens on the host."""
     given = block(model, used, width)
 
     def step() -> object:
-        return model._forward(given)[1].tolist()
+        found = model._forward(given)[1].tolist()
+        tiers.add(model.meter.tier)
+        return found
 
     return step
 
@@ -85,10 +98,10 @@ class _Eager:
     """Forwards of stock transformers behind `used` tokens, to the best tokens on the host."""
 
     def __init__(self, module: Any, used: int) -> None:
-        self.module, self.used, self.cache = module, used, DynamicCache()
+        self.module, self.cache = module, DynamicCache()
         ids = torch.arange(used + max(STOCK_WIDTHS), device=module.device)[None] % module.config.vocab_size
-        self.prompt, self.more = ids[:, :used], ids[:, used:]
-        self._forward(self.prompt)
+        self.more = ids[:, used:]
+        self._forward(ids[:, :used])
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -154,7 +167,9 @@ def markdown(result: dict[str, Any]) -> str:
             lines.append(f"| {row['used']} | {w} | {ms:.2f} | {middle:.2f} | {low:.2f}..{high:.2f} |{beside}")
         low, middle, high = row["ratios"][DRAFT]
         drafts.append(f"{middle:.3f} ({low:.3f} to {high:.3f}) behind {row['used']} tokens")
-    return "\n".join([*lines, "", f"A forward of the draft model, one of {CHAIN} in a row, takes of one of the target: {', '.join(drafts)}."])
+    told = f"Ours served by: {', '.join(result['served_by'])}. A forward of the draft model, one of {CHAIN} in a row, takes of one of the target: {', '.join(drafts)}."
+    short = f" Not timed behind {', '.join(map(str, result['left_out']))} tokens, which the context does not hold." if result["left_out"] else ""
+    return "\n".join([*lines, "", told + short])
 
 
 def save(result: dict[str, Any], folder: Path) -> None:
