@@ -168,13 +168,12 @@ def guarantee_(count: Count = 1, max_tokens: Tokens = 256, rounds: Rounds = 7, o
     """Decode times beside plain's with drafters that cannot help: random weights, twenty times slower, T = 1."""
     from rich.console import Console
 
-    from outrider.bench import schedule
+    from outrider.bench import guarantee as promised
 
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
-        result = schedule.guarantee(count, max_tokens, rounds, status.update)
-    text = schedule.guarantee_markdown(result)
-    schedule.save(result, out, "guarantee", text)
-    print(text)
+        result = promised.guarantee(count, max_tokens, rounds, status.update)
+    promised.save(result, out)
+    print(promised.markdown(result))
 
 
 @bench.command()

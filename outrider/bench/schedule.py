@@ -1,4 +1,4 @@
-"""The scheduler live: every fixed plan, others' rules and ours, interleaved, in one process; and its guarantee under bad drafters.
+"""The scheduler live: every fixed plan, others' rules and ours, interleaved, in one process.
 
 Every prompt is written by every contender before the next, in rotating order, `rounds` times; a contender's time on a prompt
 is its median, from after the target's prefill to the end, a drafter's own prefill included. Plain is a runtime with no
@@ -6,8 +6,6 @@ drafter loaded, and is written twice: its ratio to itself is the noise.
 """
 
 import json
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,14 +20,11 @@ from outrider.bench import policies, prompts, replay
 from outrider.bench.oracle import hindsight, informed
 from outrider.bench.report import provenance, save_as
 from outrider.control.fixed import fixed
-from outrider.control.guard import GRANT, READING
 from outrider.control.tables import Tables
 from outrider.core.sockets import Controller
-from outrider.core.types import Draft, Sequence
-from outrider.drafters.model import ModelDrafter
+from outrider.core.types import Sequence
 from outrider.measure.cost import Costs
 from outrider.measure.profile import merged
-from outrider.models import load as models
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 
@@ -39,7 +34,6 @@ ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing el
 FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
 CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2")  # policies whose replays are compared with live runs
-SLOWER = 20
 MEASURED = 10  # prompts after which it is measured again what steps cost: on a machine with neighbours that changes within minutes
 
 
@@ -100,16 +94,17 @@ def schedule(
             contenders[name](prompt, max_tokens)  # what a first user of the pair would have left in the profile
     found: list[dict[str, Any]] = [taped.costs]
     known = json.loads(json.dumps(tables.state()))  # before these texts are written: a replay is no second reading
-    times, why, think = _interleaved(
+    rounds_of, why, think = _interleaved(
         contenders, asked, max_tokens, rounds, progress, lambda: found.append(_rested([plain, alone, fast], Tables(tables.bits, Costs({}))))
     )
     taped = replace(taped, costs=reduce(lambda some, more: merged(some, more, {}), found))  # what steps cost while they were timed
     if trace:
         taped.save(trace)
-    rows = [{"prompt": p.id, "category": p.category, **{name: times[name][p.id] for name in contenders}} for p in asked]
+    kinds = {p.id: p.category for p in asked}
+    rows = [{"prompt": p, "category": kind, **{name: median(rounds_of[name][p]) for name in contenders}} for p, kind in kinds.items()]
     return {
         "where": provenance(), "settings": {"prompts": count, "max_tokens": max_tokens, "rounds": rounds, "target": _name(target), "draft": _name(draft), **settings},
-        "live": _table(rows, [p.category for p in asked], list(contenders)), "replayed": replayed(taped, None, known),
+        "live": _table(rows, list(kinds.values()), list(contenders)), "best": beside_best(rounds_of, kinds), "replayed": replayed(taped, None, known),
         "calibration": _calibration(taped, rows), "reasons": dict(why), "microseconds": think, "rows": rows,
         "ledger": {"stalls": fast.engine.controller.ledger.stalls, "debts": fast.engine.controller.ledger.debts},  # type: ignore[attr-defined]
     }  # fmt: skip
@@ -133,8 +128,8 @@ def _interleaved(
     rounds: int,
     progress: Callable[[str], None],
     measure: Callable[[], object],
-) -> tuple[dict[str, dict[str, float]], Counter[str], dict[str, float]]:
-    """Median seconds per token by contender and prompt; reasons of the adaptive steps; microseconds a step of deciding. `measure` is called before
+) -> tuple[dict[str, dict[str, list[float]]], Counter[str], dict[str, float]]:
+    """Seconds per token by contender, prompt and round; reasons of the adaptive steps; microseconds a step of deciding. `measure` is called before
     each round, and in it after so many prompts (MEASURED)."""
     names, found, why = list(contenders), {name: {p.id: list[float]() for p in asked} for name in contenders}, Counter[str]()
     deciding: dict[str, list[float]] = {PLAIN: [], ADAPTIVE: [], LOOKING: []}
@@ -151,11 +146,7 @@ def _interleaved(
                 if name in deciding:
                     deciding[name] += [r.seconds["choose"] + r.seconds["draft"] for r in seq.records]
                     deciding[LOOKING] += [r.seconds["look"] for r in seq.records if "look" in r.seconds]
-    return (
-        {name: {p: median(times) for p, times in by.items()} for name, by in found.items()},
-        why,
-        {name: 1e6 * median(x or [0.0]) for name, x in deciding.items()} | {MEAN: 1e6 * mean(deciding[ADAPTIVE])},
-    )
+    return found, why, {name: 1e6 * median(x or [0.0]) for name, x in deciding.items()} | {MEAN: 1e6 * mean(deciding[ADAPTIVE])}
 
 
 def _rested(runtimes: list[Runtime], tables: Tables) -> dict[str, Any]:
@@ -172,6 +163,29 @@ def _table(rows: list[dict[str, Any]], categories: list[str], names: list[str]) 
         ratios = [(row["category"], row[PLAIN] / row[name]) for row in rows]
         out[name] = {c: geometric_mean([x for k, x in ratios if k == c]) for c in dict.fromkeys(categories)}
         out[name] |= {"all": geometric_mean([x for _, x in ratios]), "worst": min(x for _, x in ratios)}
+    return out
+
+
+def beside_best(times: dict[str, dict[str, list[float]]], kinds: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Adaptive beside the best fixed plan, plain included, of each category: `times` is seconds per token by contender, prompt and round, `kinds` the
+    category of each prompt. The quickest of ten plans in some rounds is partly the luckiest there. So beside `ratio`, by the medians of all rounds,
+    stand those of single rounds (`apart`, their geometric mean; `low`, `high`) to the plan that was best in all others; None of a single round."""
+    plans = [PLAIN, *(name for name in times if name.split(":")[-1] in map(str, FIXED))]
+    rounds, out = len(next(iter(times[PLAIN].values()))), dict[str, dict[str, Any]]()
+
+    def pace(name: str, some: list[str], which: list[int]) -> float:
+        return geometric_mean([median([times[name][p][r] for r in which]) for p in some])
+
+    def quickest(some: list[str], which: list[int]) -> str:
+        return min(plans, key=lambda name: pace(name, some, which))
+
+    for kind in (*dict.fromkeys(kinds.values()), "all"):
+        some, every = [p for p, k in kinds.items() if kind in (k, "all")], list(range(rounds))
+        best, apart = quickest(some, every), list[float]()
+        for r in every if rounds > 1 else []:
+            apart.append(pace(quickest(some, [n for n in every if n != r]), some, [r]) / pace(ADAPTIVE, some, [r]))
+        out[kind] = {"plan": best, "ratio": pace(best, some, every) / pace(ADAPTIVE, some, every)}
+        out[kind] |= {"apart": geometric_mean(apart), "low": min(apart), "high": max(apart)} if apart else dict.fromkeys(("apart", "low", "high"))
     return out
 
 
@@ -210,95 +224,9 @@ def _calibration(taped: replay.Trace, rows: list[dict[str, Any]]) -> dict[str, d
     return out
 
 
-class Slow:
-    """A drafter that takes SLOWER times as long as another, which it is otherwise."""
-
-    queues = False  # it is drafting alone that takes longer
-
-    def __init__(self, drafter: Any) -> None:
-        self.drafter = drafter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
-
-    def extend(self, *how: Any, **more: Any) -> Draft:
-        start = time.perf_counter()
-        out: Draft = self.drafter.extend(*how, **more)
-        end = time.perf_counter() + (SLOWER - 1) * (time.perf_counter() - start)
-        while time.perf_counter() < end:
-            pass
-        return out
-
-
-def guarantee(count: int = 1, max_tokens: int = 256, rounds: int = 7, progress: Callable[[str], None] = print, **settings: Any) -> dict[str, Any]:
-    """Total decode times beside plain's, paired, with drafters that cannot help: random weights, SLOWER times slower, open-ended text at T = 1. The
-    promise is (1 + limit) x plain + GRANT plain steps, and for a drafter that reads the prompt READING of what the target took to."""
-    settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
-    target, rows = reference.target(), []
-    with tempfile.TemporaryDirectory() as folder:
-        random = _random_weights(Path(folder))
-        plain, usual = (
-            outrider.load(target, [], **settings),
-            outrider.load(target, ["lookup", f"model:{reference.draft()}"], **settings, profile="off"),
-        )
-        spec = usual.engine.target.spec
-        blind, _, _ = models.load_model(
-            random, name="random", device=spec.device, dtype=spec.dtype, rows=1, chunk=512, compile="off", context=spec.context, clip=True
-        )
-        useless = outrider.load(target, [ModelDrafter(blind, "random", spec.vocab_size)], **settings, profile="off")
-        slow_part = usual.engine.drafters["model"]
-        slow = outrider.load(target, [Slow(ModelDrafter(slow_part.model, "slow", spec.vocab_size))], **settings, profile="off")  # type: ignore[attr-defined]
-        cases = {"random weights": (useless, 0), f"{SLOWER}x slower": (slow, 0), "open-ended, T = 1": (usual, 1)}
-        for case, (rt, open_ended) in cases.items():
-            for sampled in (False, True):  # as `outrider.load` does when nobody waits
-                profiler.sweep(rt.engine, rt.keeper.tables, patience=4, sampled=sampled)  # type: ignore[union-attr]
-            asked = prompts.load("open_ended")[: 3 * count] if open_ended else [p for c in prompts.CATEGORIES[:4] for p in prompts.load(c)[:count]]
-            for prompt in asked:
-                progress(f"{case}: {prompt.id}")
-                rows.append({"case": case, "prompt": prompt.id, **_paired(Writer(plain), rt, prompt, max_tokens, rounds)})
-                ledger = rt.engine.controller.ledger  # type: ignore[attr-defined]
-                rows[-1] |= {"stalls": ledger.stalls, "debts": ledger.debts}
-    return {"where": provenance(), "settings": {"rounds": rounds, "max_tokens": max_tokens, **settings}, "rows": rows}
-
-
-def _random_weights(folder: Path) -> Path:
-    """The draft's shape with weights that know nothing."""
-    module = models.load_module(models.locate(reference.draft()), "float32")
-    for p in module.parameters():
-        if p.ndim > 1:
-            p.data.normal_(0, 0.02)
-    module.save_pretrained(folder)
-    for file in Path(reference.draft()).glob("token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
-def _paired(plain: Writer, rt: Runtime, prompt: prompts.Prompt, max_tokens: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds of guarded / plain and of plain / plain, per token, and what was promised. `off`: of the guarded runtime, told not to
-    speculate: one whose weights lie elsewhere in memory is not as fast as another, and that is not what the guard can see."""
-    ratios, same, promise, off = [], [], [], []
-    guarded, still = Writer(rt), Writer(rt, speculation="off")
-    for _ in range(rounds):
-        a, b, d, c = plain(prompt, max_tokens), guarded(prompt, max_tokens), still(prompt, max_tokens), plain(prompt, max_tokens)
-        base = (seconds_per_token(a) + seconds_per_token(c)) / 2
-        ratios.append(seconds_per_token(b) / base)
-        off.append(seconds_per_token(d) / base)
-        same.append(seconds_per_token(c) / seconds_per_token(a))
-        reading = READING * b.records[0].seconds.get("prefill", 0.0) / base
-        promise.append(1.05 + (GRANT + reading) / max(b.produced, 1))
-    return {
-        "ratio": median(ratios),
-        "promised": median(promise),
-        "off": median(off),
-        "same": median(same),
-        "same_low": min(same),
-        "same_high": max(same),
-    }
-
-
 def markdown(result: dict[str, Any]) -> str:
     """Live and replayed tables, calibration, reasons."""
-    parts = [lines("live, times as fast as plain", result["live"]), lines("replayed", result["replayed"])]
+    parts = [lines("live, times as fast as plain", result["live"]), best_lines(result["best"]), lines("replayed", result["replayed"])]
     parts.append("| policy | replayed / plain | live / plain | error |\n|---|---|---|---|\n" + "\n".join(
         f"| {name} | {c['replayed']:.3f} | {c['live']:.3f} | {c['error']:+.1%} |" for name, c in result["calibration"].items()))  # fmt: skip
     parts.append("Reasons of adaptive steps: " + ", ".join(f"{why} {n}" for why, n in sorted(result["reasons"].items(), key=lambda kv: -kv[1])) + ".")
@@ -309,22 +237,20 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def best_lines(table: dict[str, dict[str, Any]]) -> str:
+    out = ["| adaptive beside | best fixed plan | of the same rounds | of all other rounds | its spread |", "|---|---|---|---|---|"]
+    for kind, row in table.items():
+        apart = ["-", "-"] if row["apart"] is None else [f"{row['apart']:.3f}", f"{row['low']:.2f}..{row['high']:.2f}"]
+        out.append(f"| {kind} | {' | '.join([row['plan'], format(row['ratio'], '.3f'), *apart])} |")
+    return "\n".join(out)
+
+
 def lines(title: str, table: dict[str, dict[str, float]]) -> str:
     columns = list(next(iter(table.values())))
     out = [f"| {title} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, row in table.items():
         out.append(f"| {name} | {' | '.join(f'{row[c]:.2f}' if row[c] < 100 else f'{row[c]:.0f}' for c in columns)} |")
     return "\n".join(out)
-
-
-def guarantee_markdown(result: dict[str, Any]) -> str:
-    lines = ["| case | prompt | time / plain | promised | off / plain | plain / plain | its spread | debts |", "|---|---|---|---|---|---|---|---|"]
-    for r in result["rows"]:
-        spread = f"{r['same_low']:.2f}..{r['same_high']:.2f}"
-        lines.append(
-            f"| {r['case']} | {r['prompt']} | {r['ratio']:.3f} | {r['promised']:.3f} | {r['off']:.3f} | {r['same']:.3f} | {spread} | {r['debts']} |"
-        )
-    return "\n".join(lines)
 
 
 def save(result: dict[str, Any], folder: Path, name: str, text: str) -> None:

@@ -1,0 +1,88 @@
+"""The scheduler's benchmark: who is the best fixed plan, and what a run of it tells."""
+
+import json
+import math
+
+import pytest
+from tiny import tiny_folder
+
+from outrider.bench import guarantee, prompts, schedule
+from outrider.bench.prompts import Prompt
+from outrider.control.guard import GRANT
+
+KINDS = {"a": "story", "b": "code"}
+
+
+def times(plain: list[float], two: list[float], adaptive: list[float]) -> dict[str, dict[str, list[float]]]:
+    """Seconds per token of `a` in each round; of `b` all take a second."""
+    made = {schedule.PLAIN: plain, "lookup:2": two, schedule.ADAPTIVE: adaptive, schedule.AGAIN: [0.1] * len(plain)}
+    return {name: {"a": each, "b": [1.0] * len(plain)} for name, each in made.items()}
+
+
+def test_adaptive_is_held_against_what_was_best_in_the_other_rounds():
+    """Two plans that are lucky by turns: in each round one is twice as fast as adaptive, and it is never the one that was best in the other."""
+    found = schedule.beside_best(times([1.0, 4.0], [4.0, 1.0], [2.0, 2.0]), KINDS)
+    assert found["story"] == {
+        "plan": "plain",
+        "ratio": pytest.approx(1.25),
+        "apart": pytest.approx(2.0),
+        "low": pytest.approx(2.0),
+        "high": pytest.approx(2.0),
+    }
+    assert found["code"]["apart"] == found["code"]["ratio"] == pytest.approx(1.0), "a category is judged by its own prompts"
+
+
+def test_the_best_fixed_plan_is_the_quickest_over_the_prompts_asked_about():
+    found = schedule.beside_best(times([2.0, 2.0, 2.0], [1.0, 1.0, 9.0], [1.0, 1.0, 4.0]), KINDS)
+    assert found["story"]["plan"] == "lookup:2" and found["story"]["ratio"] == pytest.approx(1.0), "by medians, and plain again is no plan"
+    assert found["story"]["apart"] == pytest.approx((2.0 * 2.0 * 9 / 4) ** (1 / 3)), "of 1 and 9 seconds, and 2 and 2, plain has the lower median"
+    assert (found["story"]["low"], found["story"]["high"]) == (pytest.approx(2.0), pytest.approx(2.25))
+    assert found["all"]["ratio"] == pytest.approx(1.0) and found["all"]["plan"] == "lookup:2"
+
+
+def test_a_single_round_says_nothing_of_others():
+    found = schedule.beside_best(times([2.0], [1.0], [4.0]), KINDS)
+    assert found["story"] == {"plan": "lookup:2", "ratio": pytest.approx(0.25), "apart": None, "low": None, "high": None}
+    assert "| story | lookup:2 | 0.250 | - | - |" in schedule.best_lines(found)
+
+
+def test_a_run_tells_of_every_contender_and_who_was_best(tmp_path, monkeypatch):
+    """The whole benchmark on a tiny pair, eagerly: two prompts, two rounds."""
+    monkeypatch.setattr(
+        prompts,
+        "readable",
+        lambda rt, count: [Prompt(f"{c}-1", c, "the quick brown fox jumps over the lazy dog", None, 0.0) for c in ("story", "code")],
+    )
+    sweep = schedule.profiler.sweep
+    monkeypatch.setattr(
+        schedule.profiler, "sweep", lambda engine, tables, **how: sweep(engine, tables, patience=0.3, repeats=1, sampled=how["sampled"])
+    )
+    target, draft = tiny_folder(tmp_path / "target"), tiny_folder(tmp_path / "draft", jitter=0.03)
+    result = schedule.schedule(1, 12, 2, lambda said: None, target=str(target), draft=str(draft), compile="off", dtype="float32", device="cpu")
+    assert set(result["live"]) == set(result["rows"][0]) - {"prompt", "category"}
+    assert set(result["best"]) == {"story", "code", "all"}
+    assert all(row["low"] <= row["apart"] <= row["high"] for row in result["best"].values())
+    for kind, row in result["best"].items():
+        assert math.isclose(row["ratio"], result["live"][schedule.ADAPTIVE][kind] / result["live"][row["plan"]][kind])
+        assert result["live"][row["plan"]][kind] == max(
+            result["live"][name][kind] for name in result["live"] if name.endswith(("plain", ":2", ":4", ":8"))
+        )
+    schedule.save(result, tmp_path, "schedule", schedule.markdown(result))
+    assert "| adaptive beside | best fixed plan |" in (tmp_path / "schedule.md").read_text()
+    assert (tmp_path / "schedule.svg").read_text().startswith("<svg")
+
+
+def test_the_guarantee_is_held_against_plain_decoding_of_the_same_minute(tmp_path, monkeypatch):
+    """The whole benchmark on the reference pair, eagerly: its three cases, and of each text what was promised."""
+    sweep = guarantee.profiler.sweep
+    monkeypatch.setattr(
+        guarantee.profiler, "sweep", lambda engine, tables, **how: sweep(engine, tables, patience=0.3, repeats=1, sampled=how["sampled"])
+    )
+    result = guarantee.guarantee(1, 4, 2, lambda said: None, compile="off")
+    assert [row["case"] for row in result["rows"]] == ["random weights"] * 4 + ["20x slower"] * 4 + ["open-ended, T = 1"] * 3
+    assert all(
+        row["promised"] >= 1.05 + GRANT / 4 and row["same_low"] <= row["same"] <= row["same_high"] and row["ratio"] > 0 for row in result["rows"]
+    )
+    guarantee.save(result, tmp_path)
+    assert len((tmp_path / "guarantee.md").read_text().splitlines()) == 2 + len(result["rows"])
+    assert json.loads((tmp_path / "guarantee.json").read_text())["rows"] == result["rows"]
