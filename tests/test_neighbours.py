@@ -106,10 +106,10 @@ def test_who_does_not_want_a_drafter_says_nothing_of_it() -> None:
 def test_what_looks_were_worth_is_not_forgotten_in_requests_that_want_none() -> None:
     engine, controller = scheduled(0.2)
     ended(engine, engine.submit(request([9], "first", max_tokens=12)))
-    controller.worth = -0.5
+    controller.tables.past.worth = -0.5
     for n in range(10):
         ended(engine, engine.submit(request([1, 2, n], f"off {n}", max_tokens=4, drafters=NOBODY)))
-    assert controller.worth == -0.5
+    assert controller.tables.past.worth == -0.5
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -121,7 +121,7 @@ class Accounts:
         took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(record.nodes(), DEEPEST)
         read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
         overhead, jit, spent = self.overhead(record, drafting), record.seconds.get("jit", 0.0), took - read
-        own, gained = took - drafting - jit, owed
+        own, gained, luck = took - drafting - jit, owed, 0.0
         if not nodes:
             spent, owed = self._plainly(page, held, overhead)
             spent, gained = spent - read, owed
@@ -129,20 +129,21 @@ class Accounts:
             unit = page.plain * page.spread * chill
             bad_case = step.room * unit
             spent = self.ledger.fairly(spent, (step.spent + page.seconds[nodes]) * unit)
-            gained = step.expected * min(page.steady, 1.0) * page.plain * chill + jit
+            token = min(page.steady, 1.0) * page.plain * chill
+            gained, luck = step.expected * token + jit, (sum(record.emitted) / len(seqs) - step.expected) * token
         for r, seq in enumerate(seqs):
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, record.emitted[r], spent, bad_case)
         if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
-            self._looked(page, rows, names, gained - spent, 1)  # by what it took: after many plain steps more than is believed
+            self._looked(page, rows, names, gained - spent, 1, luck)  # by what it took: after many plain steps more than is believed
         self._told(page, owed, own, nodes, held)
 
-    def _looked(self, page: Page, rows: list[Row], names: tuple[str, ...], gained: float, times: int) -> None:
-        """`times` looks gained so many seconds. Of a new pair that says nothing yet; but one on which nothing pays hardly drafts, and is not new for
-        ever."""
+    def _looked(self, page: Page, rows: list[Row], names: tuple[str, ...], gained: float, times: int, luck: float = 0.0) -> None:
+        """`times` looks gained so many seconds, as was expected, and `luck` beyond. Of a new pair that says nothing yet; but one on which nothing pays
+        hardly drafts, and is not new for ever."""
         self.looks += times
         if page.plain and (self.tables.drafts >= WARM or self.looks > MANY):
-            looked(rows, names, gained / times / page.plain, times)
+            looked(rows, names, gained / times / page.plain, times, luck / page.plain)
 
     def _plainly(self, page: Page, held: Held, overhead: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""

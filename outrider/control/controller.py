@@ -12,7 +12,7 @@ from typing import ClassVar
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
 from outrider.control.plans import Plans
-from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, pause, remember
+from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, remember
 from outrider.control.sleep import EARN, GUARD, RESTING, SOUND, Sleep
 from outrider.control.starts import SAMPLE, Starts
 from outrider.control.step import PROBED, Step
@@ -24,7 +24,6 @@ from outrider.measure.cost import CALM, COLD, DEEPEST, Situation, situation
 REMEASURE, FIRST = 256, 2  # steps after which a plain one is taken, to measure what it costs now; plain steps before all else
 AMPLE = 16.0  # plain steps of credit with which no plan hangs on how long plain decoding takes just now
 YOUNG = 256  # steps that are all learned from; of later ones, one in SAMPLE
-FRESH = 0.2  # weight of one request in what looks were worth in those before
 
 
 class Adaptive:
@@ -48,7 +47,6 @@ class Adaptive:
         self.last: tuple[list[Sequence], StepRecord] | None = None
         self.looked: tuple[str, ...] = ()  # drafters that were looked at in this step
         self.looking = 0.0  # seconds that they took to read what is new in the texts
-        self.worth = 0.0  # of a look, in the requests before
         self.sleep, self.silent = Sleep(), False
         self.lessons: list[Lesson] = []
         self.steps, self.since_plain, self.calm = 0, 0, 0
@@ -79,6 +77,8 @@ class Adaptive:
         if page and room is not None and page.cheapest > room:
             return OFF, self._earn(page.cheapest - room, page)  # nobody could be paid: what they would say is not looked at
         names, self.looked, unpaid = self._look(seqs, rows)
+        if self.looked:
+            self.tables.past.last = self.steps
         if not names:
             self.silent = bool(self.looked)
             return OFF, self._silence(unpaid) if self.silent else sleep.rest(rows)
@@ -167,10 +167,10 @@ class Adaptive:
     def _row(self, seq: Sequence) -> Row:
         row = self.rows.get(seq.request.id)
         if row is None:
-            lost = self.worth < 0  # looks in the requests before
-            row = self.rows[seq.request.id] = Row(worth=self.worth, seldom=LOST if lost else 1)
-            if rest := pause(self.worth, row.seldom):
-                row.rest |= dict.fromkeys(self.tables.bits, max(rest, self._reads(seq)))
+            past = self.tables.past
+            row = self.rows[seq.request.id] = past.row()
+            if rest := past.rest(row, self._reads(seq) if row.worth < 0 else 0, self.steps):
+                row.rest |= dict.fromkeys(self.tables.bits, rest)
         return row
 
     def _reads(self, seq: Sequence) -> int:
@@ -310,7 +310,7 @@ class Adaptive:
             row = self._row(seq)
             self.starts.ended(row)
             if seq.request.drafters is None or seq.request.drafters:  # who wants none says nothing of looks
-                self.worth += FRESH * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
+                self.tables.past.ended(row, seq.produced)
         if self.lessons and self.page is not None:  # what a text taught is known when it ends
             self._digest()
             self.page = self.tables.page(self.page.at)

@@ -44,6 +44,7 @@ class Row:
     beside: dict[str, tuple[float, int, int]] = field(default_factory=dict)
     worth: float = 0.0  # plain steps that a look at drafters brings
     looked: int = 0  # so often
+    brought: float = 0.0  # plain steps that all of them brought
     seldom: int = 1  # LOST, or 1
     # How it is asked for the chance of its first token; None: it cannot tell.
     looks: dict[str, Callable[[list[int]], float] | None] = field(default_factory=dict)
@@ -51,11 +52,11 @@ class Row:
     looking: float = 0.0  # seconds that those took to read what is new, in the step under way
 
 
-def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1) -> None:
-    """`times` looks at these drafters were each worth so many plain steps, less what thinking took. Where looks lose, they are so rare that they take
-    SHARE of the time."""
+def looked(rows: list[Row], names: tuple[str, ...], worth: float, times: int = 1, luck: float = 0.0) -> None:
+    """`times` looks at these drafters were each worth so many plain steps, less what thinking took, by what was expected of their guesses; `luck`: what
+    came was worth so much more. Where looks lose, they are so rare that they take SHARE of the time."""
     for row in rows:
-        row.looked += times
+        row.looked, row.brought = row.looked + times, row.brought + times * max(worth + luck, -WORST)
         row.worth += (max(worth, -WORST) - row.worth) * min(times / min(BEFORE + row.looked, LOOKS), 1.0)
         if rest := pause(row.worth, row.seldom):
             row.rest |= {name: max(row.rest.get(name, 0), rest) for name in names}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.control.hedge import Hedge
+from outrider.control.past import Past
 from outrider.control.predict import LEVELS, Counters, bucket, logit, predictor
 from outrider.core.types import Draft, Marks, StepRecord, stage
 from outrider.measure.cost import DEEPEST, FAR, FEW, Costs, Situation
@@ -85,13 +86,13 @@ class Tables:
         # "steps": its own steps a guess; "saved": how much of a promise to save came; "tail": a text's end was enough.
         self.next = Counters(state.get("next"))
         self.hedge = Hedge(state.get("hedge"))
-        self.drafts, self.count = int(state.get("drafts", 0)), 0
+        self.drafts, self.count, self.past = int(state.get("drafts", 0)), 0, Past(state.get("past"))
 
     def state(self) -> dict[str, Any]:
         """What a later process starts from."""
         return {
             "costs": self.costs.state(), "predictors": {self.kind: self.predictor.state()}, "next": self.next.cells, "hedge": self.hedge.state(),
-            "drafts": self.drafts,
+            "drafts": self.drafts, "past": self.past.state(),
         }  # fmt: skip
 
     def tried(self) -> None:

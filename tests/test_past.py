@@ -1,0 +1,108 @@
+"""What looks at drafters brought in the requests before says how soon the next one is looked at: of a pair that pays, and of one that does not."""
+
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import pytest
+from test_controller import flat
+from written import adaptive, costs, drive, linear, trace
+
+from outrider.bench.policies import policy
+from outrider.bench.replay import Trace
+from outrider.control.past import LATE, MOST, PAYS, Past
+from outrider.control.rows import LOST, SHARE
+from outrider.core.types import StepRecord
+from outrider.measure.profile import merged
+
+DEAR = costs(linear(0.3), {"lookup": linear(0.0, 0.5)})  # asking it takes half a plain step
+
+
+def texts(right: list[bool], length: int = 40) -> Trace:
+    """Short ones: all of lookup's guesses come true in some, hardly any in the others."""
+    made = {said: trace(6, DEAR, {"lookup": lambda t, d, p=p: p}, texts=len(right), length=length) for said, p in ((True, 0.95), (False, 0.02))}
+    return replace(made[True], texts=[made[said].texts[i] for i, said in enumerate(right)])
+
+
+def first(records: list[StepRecord]) -> int:
+    """The step of a text in which its drafter was first asked; as many as it has, where it never was."""
+    return next((i for i, r in enumerate(records) if r.levels), len(records))
+
+
+def driven(right: list[bool]) -> tuple[Any, list[list[StepRecord]]]:
+    of = texts(right)
+    return (controller := adaptive(of)), drive(of, controller)
+
+
+def test_where_nothing_pays_looks_take_their_share_of_all_texts_and_not_of_each() -> None:
+    """A look would be more than that of any of these texts: it is made in one of several, and not in none."""
+    controller, each = driven([False] * 120)
+    later, past = each[20:], controller.tables.past
+    lost = sum(r.reading.seconds - r.emitted[0] for r in flat(later)) / sum(r.emitted[0] for r in flat(later))
+    assert not past.pays
+    assert 0.5 * SHARE / LOST < lost < 1.6 * SHARE / LOST
+    asked = [first(records) < len(records) for records in later]
+    assert 5 < sum(asked) < len(asked) / 3, "it is made all the same"
+
+
+def test_a_text_that_gains_has_all_others_looked_at_at_once() -> None:
+    """Who was looked at in a text in which it is right is looked at from the first step of those that follow, and for as long as one of many gains."""
+    controller, each = driven([False] * 40 + [True] * 40 + ([False] * 9 + [True]) * 4)
+    assert mean(first(records) for records in each[20:40]) > 20
+    found = next(i for i, records in enumerate(each[40:], 40) if first(records) < 20)
+    assert found < 80 and all(first(records) < 3 for records in each[found + 4 : 80]), "some texts go by until a look is due"
+    assert controller.tables.past.pays
+    assert mean(first(records) for records in each[89::10]) < 15, "what nine lost keeps the tenth from little of what it gains"
+
+
+def test_a_pair_of_which_some_texts_gain_goes_on_to_pay_for_many_that_do_not() -> None:
+    def writes(past: Past, brought: float) -> bool:
+        row = past.row()
+        row.looked, row.brought, row.worth, row.read = 3, brought, brought / 3, {"lookup": 9}
+        past.ended(row, 40)
+        return past.pays
+
+    new = Past()
+    assert new.pays, "nothing is known yet"
+    assert not writes(new, -0.5) and writes(new, 20.0)
+    old, gone = Past({"requests": [64, -0.01]}), 1
+    assert not old.pays and not writes(old, 1.0) and writes(old, 10.0), "one that gains says much, if it gains enough"
+    began = old.gain
+    while writes(old, 0.0):
+        gone += 1
+    assert 0.9 < (1 - LATE) ** gone * began / PAYS < 1.1
+
+
+def test_of_a_pair_that_does_not_pay_a_rest_goes_on_in_the_next_text_and_nothing_is_forgotten() -> None:
+    past = Past({"looks": [20, -0.5], "requests": [9, -0.01]})
+    row, past.last = past.row(), 1000
+    rest = LOST * int(0.5 / SHARE)
+    assert [past.rest(row, 0, now) for now in (1000, 1050, 1000 + rest, 5000)] == [rest, rest - 50, 0, 0]
+    assert past.rest(row, 3 * rest, 1000 + rest) == 2 * rest, "what must be read first is earned in the texts before, too"
+    past.ended(row, 40)
+    assert (past.worth, past.state()["requests"]) == (-0.5, [9, -0.01]), "nobody was looked at"
+    paying = Past({"looks": [20, -0.5], "requests": [9, 0.3]})
+    assert paying.rest(paying.row(), 0, 5000) == rest, "there it is what the last texts say of this one, whenever they were"
+    paying.ended(paying.row(), 40)
+    assert -0.5 < paying.worth < 0, "and is forgotten little by little"
+    assert paying.rest(replace(paying.row(), worth=0.1), 10**6, 0) == 0
+
+
+def test_a_second_process_begins_with_what_the_first_one_lost() -> None:
+    of = texts([False] * 60)
+    first_one = adaptive(of)
+    drive(of, first_one)
+    state = first_one.tables.state()
+    second = policy("adaptive", of.drafters, of.costs, "replay", state)
+    assert second.tables.past.state() == state["past"] and not second.tables.past.pays
+    rested = [r.reason for r in drive(of, second)[0]]
+    assert set(rested) == {"off:resting"}
+    two = merged({"past": {"looks": [8, -1.0]}}, {"past": {"looks": [12, -2.0]}}, {"past": {"looks": [4, -1.0]}})["past"]["looks"]
+    assert two == [16, pytest.approx(-1.5)], "two processes that learned at once are both heard"
+    assert first_one.tables.past.looks <= MOST
+
+
+@pytest.mark.parametrize("state", [{"looks": [-1, 0.0]}, {"looks": [3, float("nan")]}, {"requests": [-1, 0.0]}, {"requests": [3, float("inf")]}])
+def test_nonsense_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="what looks brought"):
+        Past(state)
