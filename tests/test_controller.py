@@ -20,7 +20,7 @@ from outrider.bench.replay import Trace
 from outrider.control import starts
 from outrider.control.controller import YOUNG, Adaptive
 from outrider.control.guard import Ledger
-from outrider.control.rows import NEAR, PATIENCE, REST, Row, remember
+from outrider.control.rows import NEAR, PATIENCE, REST, WORST, Row, remember
 from outrider.control.starts import EXPLORE, GIFT, PROBE, SAMPLE, UNMEASURED, Starts
 from outrider.control.tables import BATCH, Tables
 from outrider.core.types import Limits, StepRecord
@@ -259,13 +259,22 @@ def test_one_stall_changes_no_policy(at: int) -> None:
     assert seconds(stalled) - worst.reading.seconds < 1.03 * seconds(calm)
 
 
-@pytest.mark.parametrize(("came", "left"), [(0, 12.0), (1, 11.0), (2, 10.0)])
-def test_a_try_has_cost_what_it_did_not_bring(came: int, left: float) -> None:
-    """Twelve plain steps, most of them reading, for a token or two; only where all was right the next one is soon."""
+@pytest.mark.parametrize(
+    ("came", "longer", "left"), [(0, 0.0, 12.0), (1, 0.0, 11.0), (2, 0.0, 10.0), (0, 5.0, 17.0), (0, 500.0, 12.0 + WORST), (0, -9.0, 12.0)]
+)
+def test_a_try_has_cost_what_it_did_not_bring_and_what_it_took_beyond_belief(came: int, longer: float, left: float) -> None:
+    """Twelve plain steps of drafting, most of them reading, for a token or two; only where all was right the next one is soon. A stall says no more than the worst
+    look."""
     starts = Starts(Tables({"model": 1}, Costs({})), Ledger(), cautious=False)
     starts.explored, starts.pause["model"], starts.due["model"] = 12.0, 1 << 20, 1 << 20
-    starts.tried("model", 12.0, SimpleNamespace(right=lambda name: came, requests=("a",)), 0)
-    assert starts.explored == left and (starts.due["model"] == PATIENCE) == (came == 2)
+    page = SimpleNamespace(plain=0.5, drafting={"model": [0.0, 1.0, 2.0]}, seconds=[1.0, 1.2, 1.5])
+    step = SimpleNamespace(trial=("model", 12.0), page=page, spent=2.0, number=0)
+    took = 0.5 * (10.0 + 2.0 + 1.5 + longer)
+    seconds = {"prefill": 3.0, "jit": 1.0}
+    starts.tried(
+        step, SimpleNamespace(right=lambda name: came, requests=("a",), nodes=lambda: 2, reading=SimpleNamespace(seconds=took + 4.0), seconds=seconds)
+    )
+    assert starts.explored == pytest.approx(left) and (starts.due["model"] == PATIENCE) == (came == 2)
 
 
 def test_what_is_learned_from_is_chosen_by_no_verdict() -> None:
@@ -280,7 +289,10 @@ def test_what_is_learned_from_is_chosen_by_no_verdict() -> None:
         assert len(some) > 200 and sum(id(r) in kept for r in some) < 2.5 * len(some) / SAMPLE + 8
 
 
-def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer() -> None:
+@pytest.mark.parametrize("share", [EXPLORE, 0.1])
+def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Within what they may cost, and where that would be much, all the same."""
+    monkeypatch.setattr(starts, "EXPLORE", share)
     of = trace(4, costs(linear(0.2), {"model": linear(0.5, 0.0)}), {"model": lambda t, d: 0.2}, texts=4, score=lambda p: 0.8)
     controller = adaptive(of)
     records = flat(drive(of, controller))
@@ -288,7 +300,7 @@ def test_tries_of_a_drafter_that_does_not_pay_are_few_and_grow_fewer() -> None:
     gaps = [b - a for a, b in pairwise(tries) if b - a >= PROBE]
     assert 4 <= len(tries) < 16 and len(asked) <= len(tries) + 4, f"asked at {asked}, tried at {tries}; each text may be a better one"
     assert gaps == sorted(gaps) and gaps[-1] > 8 * PROBE
-    assert controller.starts.explored <= GIFT + EXPLORE * len(records)
+    assert controller.starts.explored <= GIFT + share * len(records)
 
 
 def test_a_drafter_without_guesses_rests_longer_and_longer() -> None:

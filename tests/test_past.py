@@ -11,7 +11,7 @@ from written import adaptive, costs, drive, linear, trace
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
 from outrider.control.past import LATE, MOST, PAYS, Past
-from outrider.control.rows import LOST, SHARE
+from outrider.control.rows import LOST, SHARE, WORST, Row, looked
 from outrider.core.types import StepRecord
 from outrider.measure.profile import merged
 
@@ -86,6 +86,21 @@ def test_of_a_pair_that_does_not_pay_a_rest_goes_on_in_the_next_text_and_nothing
     paying.ended(paying.row(), 40)
     assert -0.5 < paying.worth < 0, "and is forgotten little by little"
     assert paying.rest(replace(paying.row(), worth=0.1), 10**6, 0) == 0
+
+
+def test_looks_brought_what_came_and_not_what_was_expected() -> None:
+    row = Row()
+    looked([row], (), 0.5, luck=-0.1)
+    looked([row], (), -0.1, times=3)
+    looked([row], (), -100.0)
+    assert row.brought == pytest.approx(0.4 - 0.3 - WORST)
+    of = trace(6, costs(linear(0.3), {"lookup": linear(0.0, 0.05)}), {"lookup": lambda t, d: 0.6}, length=300, score=lambda p: 0.9)
+    controller, brought = adaptive(of), list[float]()
+    ended = controller.starts.ended
+    controller.starts.ended = lambda row: (brought.append(row.brought), ended(row))[1]
+    (records,) = drive(of, controller)
+    gained = sum(r.emitted[0] - r.reading.seconds for r in records)
+    assert gained > 30 and brought == [pytest.approx(gained, abs=3.0)], "what was expected is too much in the first steps"
 
 
 def test_a_second_process_begins_with_what_the_first_one_lost() -> None:

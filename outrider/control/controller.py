@@ -361,7 +361,7 @@ class Adaptive:
     def _remember(self, seqs: list[Sequence], rows: list[Row], record: StepRecord, step: Step | None) -> None:
         """Verdicts, and how far it was worth looking, of each row."""
         if step and step.trial:
-            self.starts.tried(*step.trial, record, step.number)
+            self.starts.tried(step, record)
         if step:
             self.starts.used(step, seqs, record)
             if record.draft is not None and record.draft.token:

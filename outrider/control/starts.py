@@ -8,7 +8,7 @@ What does not seem to pay is tried anyway now and then, ever more rarely, within
 """
 
 from outrider.control.guard import Ledger
-from outrider.control.rows import DEAR, PATIENCE, Row
+from outrider.control.rows import DEAR, PATIENCE, WORST, Row
 from outrider.control.step import PROBED, Step
 from outrider.control.tables import BATCH, WARM, Tables
 from outrider.core import tree
@@ -232,12 +232,16 @@ class Starts:
         then = sum([share * max(1 / step.plain, score) for share, score in self.tables.kinds(page, name)])
         return 2 * wait <= (1 / now - 1 / then) * _to_come(seq) and not self._too_much(step, name, wait, self.ledger.reading([seq]))
 
-    def tried(self, name: str, cost: float, record: StepRecord, number: int) -> None:
-        """What a try brought it has not cost; and where all of it was right, the next one is soon."""
-        came = record.right(name) / len(record.requests)
-        self.explored -= min(came, cost)
+    def tried(self, step: Step, record: StepRecord) -> None:
+        """What a try brought it has not cost, and what it took beyond what was believed it has: who is seldom asked finds all cold. Where all of it was
+        right, the next one is soon."""
+        assert step.trial is not None
+        (name, cost), page, came = step.trial, step.page, record.right(step.trial[0]) / len(record.requests)
+        took = (record.reading.seconds - record.seconds.get("prefill", 0.0) - record.seconds.get("jit", 0.0)) / page.plain
+        believed = cost - page.drafting[name][PROBED] + step.spent + page.seconds[min(record.nodes(), DEEPEST)]
+        self.explored += min(max(took - believed, 0.0), WORST) - min(came, cost)
         if came >= PROBED:
-            self.pause[name], self.due[name] = PROBE, number + PATIENCE
+            self.pause[name], self.due[name] = PROBE, step.number + PATIENCE
 
     def used(self, step: Step, seqs: list[Sequence], record: StepRecord) -> None:
         """How sure drafters were of their guesses, and what those that had to read for long save in a step; what came of asking one beside others."""
