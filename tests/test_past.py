@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from written import adaptive, costs, drive, linear, trace
 
 from outrider.bench.policies import policy
 from outrider.bench.replay import Trace
+from outrider.control.accounts import Held
 from outrider.control.past import LATE, MOST, PAYS, Past
 from outrider.control.rows import LOST, SHARE, WORST, Row, looked
 from outrider.core.types import StepRecord
+from outrider.measure.cost import COLD
 from outrider.measure.profile import merged
 
 DEAR = costs(linear(0.3), {"lookup": linear(0.0, 0.5)})  # asking it takes half a plain step
@@ -101,6 +104,40 @@ def test_looks_brought_what_came_and_not_what_was_expected() -> None:
     (records,) = drive(of, controller)
     gained = sum(r.emitted[0] - r.reading.seconds for r in records)
     assert gained > 30 and brought == [pytest.approx(gained, abs=3.0)], "what was expected is too much in the first steps"
+
+
+def charged(gain: float, *, thought: bool, reading: float = 0.0, longer: float = 0.3, dearer: float = 1.0) -> float:
+    """Plain steps that a look is held to have brought, among plain steps, that found nothing: its step took 0.1 to ask and `longer` because all was cold, and its
+    drafter read for so long, which the target's reading has paid for."""
+    of = trace(6, costs(linear(0.3), {"lookup": linear(0.0, 0.1)}), {"lookup": lambda t, d: 0.02}, length=60)
+    (records,) = drive(of, controller := adaptive(of))
+    page, accounts, past = controller.page, controller.accounts, controller.tables.past
+    past.requests, past.gain, page.plain = 9, gain, dearer * page.plain
+    seq = SimpleNamespace(request=SimpleNamespace(id="z"), read=100.0)
+    took = page.owed + longer + (0.1 + reading) * thought
+    seconds = {"draft lookup": 0.1 + reading, "choose": 0.0} if thought else {"choose": 0.0}
+    plain = next(r for r in records if not r.levels)
+    record = replace(plain, requests=("z",), reading=replace(plain.reading, seconds=took), seconds=seconds, levels={"lookup": 1} if thought else {})
+    row, step = Row(), SimpleNamespace(reads=reading > 0, spent=0.1, names=["lookup"])
+    held = Held([seq], record, step if thought else None, ("lookup",), True, COLD)
+    if thought:
+        accounts.charge(page, [row], held)
+    else:
+        accounts.hold(held)
+        accounts.settle(page, lambda seqs: [row], guarded=False)
+    return row.brought
+
+
+def test_where_looks_do_not_pay_one_is_charged_with_all_that_it_took() -> None:
+    """Also with what others pay for where looks pay: what was read for it, and the plain step that found all cold."""
+    assert charged(0.5, thought=True) == pytest.approx(-0.1, abs=0.02) and charged(-0.01, thought=True) == pytest.approx(-0.4, abs=0.02)
+    assert charged(0.5, thought=True, reading=2.0) == pytest.approx(-0.1, abs=0.02)
+    assert charged(-0.01, thought=True, reading=2.0) == pytest.approx(-2.4, abs=0.02)
+    assert charged(0.5, thought=False) == pytest.approx(0, abs=0.02) and charged(-0.01, thought=False) == pytest.approx(-0.3, abs=0.02)
+    assert charged(-0.01, thought=False, longer=-0.3) == pytest.approx(0, abs=0.02), "a quick step has gained nothing"
+    assert charged(-0.01, thought=True, dearer=2.0) == pytest.approx(-0.4, abs=0.02), (
+        "in steps such as go by in a rest, not such as stand between wider ones"
+    )
 
 
 def test_a_second_process_begins_with_what_the_first_one_lost() -> None:

@@ -95,7 +95,7 @@ class Accounts:
             took, earned = self._plainly(page, h, self.overhead(h.record, _drafting(h.record)))
             owed.append(earned)
             spent += took
-            lost += took - earned if h.names else 0.0
+            lost += took - (earned if self.tables.past.pays else min(earned, page.owed)) if h.names else 0.0
         for r, seq in enumerate(slept[0].seqs):
             earned = sum([owe * h.record.emitted[r] for owe, h in zip(owed, slept, strict=True)], 0.0)
             self.ledger.begin(seq.request.id, page.owed)
@@ -124,7 +124,7 @@ class Accounts:
         own, gained, luck = took - drafting - jit, owed, 0.0
         if not nodes:
             spent, owed = self._plainly(page, held, overhead)
-            spent, gained = spent - read, owed
+            spent, gained = spent - read, owed if self.tables.past.pays else min(owed, page.owed * chill)
         elif step is not None:
             unit = page.plain * page.spread * chill
             bad_case = step.room * unit
@@ -135,7 +135,8 @@ class Accounts:
             self.ledger.begin(seq.request.id, page.owed)
             self.ledger.charge(seq.request.id, owed, record.emitted[r], spent, bad_case)
         if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
-            self._looked(page, rows, names, gained - spent, 1, luck)  # by what it took: after many plain steps more than is believed
+            # By what it took: after many plain steps more than is believed. Where looks do not pay, with all that it read, too, and what it left cold.
+            self._looked(page, rows, names, gained - spent - (0.0 if self.tables.past.pays else read), 1, luck)
         self._told(page, owed, own, nodes, held)
 
     def _looked(self, page: Page, rows: list[Row], names: tuple[str, ...], gained: float, times: int, luck: float = 0.0) -> None:
@@ -143,7 +144,8 @@ class Accounts:
         hardly drafts, and is not new for ever."""
         self.looks += times
         if page.plain and (self.tables.drafts >= WARM or self.looks > MANY):
-            looked(rows, names, gained / times / page.plain, times, luck / page.plain)
+            unit = page.owed or page.plain
+            looked(rows, names, gained / times / unit, times, luck / unit)
 
     def _plainly(self, page: Page, held: Held, overhead: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""
