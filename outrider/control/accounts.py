@@ -144,7 +144,7 @@ class Accounts:
         hardly drafts, and is not new for ever."""
         self.looks += times
         if page.plain and (self.tables.drafts >= WARM or self.looks > MANY):
-            unit = page.owed or page.plain
+            unit = page.plain if self.tables.past.pays else page.owed or page.plain  # rests are of steps among plain ones
             looked(rows, names, gained / times / unit, times, luck / unit)
 
     def _plainly(self, page: Page, held: Held, overhead: float) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from outrider.control.rows import LOST, Row, pause
 
 PAYS = 0.02  # plain steps a token that requests must gain by looks, so that those of a pair are worth making in each
+HOPED = 0.25  # that they are thought to gain before any was seen: of texts of many kinds the first ones say little of the next
 SOON, LATE = 0.5, 1 / 16  # weight of a request that gained more than those before, and of one that gained less
 FRESH = 0.2  # weight of one request in what looks are worth, while they pay
 MOST = 64  # looks and requests that count, where several processes have learned
@@ -21,18 +22,20 @@ class Past:
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         state = state or {}
         self.looks, self.worth = state.get("looks", (0, 0.0))  # how many there were, and plain steps that one brings
-        self.requests, self.gain = state.get("requests", (0, 0.0))  # that were looked at, and plain steps a token that they gained by it
+        self.requests, self.gain = state.get("requests", (0, HOPED))  # that were looked at, and plain steps a token that they gained by it
         self.last = 0  # the step of the last look
         if not (self.looks >= 0 <= self.requests and math.isfinite(self.worth) and math.isfinite(self.gain)):
             raise ValueError("what looks brought is a number of plain steps, and how many there were no less than 0")
+        if self.pays:  # what the last requests of an earlier process were says nothing of the first ones of this
+            self.worth = 0.0
 
     def state(self) -> dict[str, Any]:
         return {"looks": [self.looks, self.worth], "requests": [self.requests, self.gain]}
 
     @property
     def pays(self) -> bool:
-        """Are looks worth making in each request? Of a pair of which nothing is known they are."""
-        return not self.requests or self.gain > PAYS
+        """Are looks worth making in each request?"""
+        return self.gain > PAYS
 
     def row(self) -> Row:
         """A request begins."""
@@ -48,7 +51,7 @@ class Past:
         if row.looked:
             self.looks, self.requests = min(self.looks + row.looked, MOST), min(self.requests + 1, MOST)
             gained = row.brought / max(tokens, 1)
-            self.gain += max(SOON if gained > self.gain else LATE, 1 / self.requests) * (gained - self.gain)
+            self.gain += (SOON if gained > self.gain else LATE) * (gained - self.gain)
         if self.pays:
             self.worth += FRESH * ((row.worth if row.read else 0.0) - self.worth)  # what nobody looked at is forgotten
         elif row.looked:
