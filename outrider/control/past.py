@@ -21,8 +21,9 @@ class Past:
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         state = state or {}
-        self.looks, self.worth = state.get("looks", (0, 0.0))  # how many there were, and plain steps that one brings
-        self.requests, self.gain = state.get("requests", (0, HOPED))  # that were looked at, and plain steps a token that they gained by it
+        looks, requests = state.get("looks", (0, 0.0)), state.get("requests", (0, HOPED))
+        self.looks, self.worth = int(looks[0]), float(looks[1])  # how many there were, and plain steps that one brings
+        self.requests, self.gain = int(requests[0]), float(requests[1])  # that were looked at, and plain steps a token that they gained by it
         self.last = 0  # the step of the last look
         if not (self.looks >= 0 <= self.requests and math.isfinite(self.worth) and math.isfinite(self.gain)):
             raise ValueError("what looks brought is a number of plain steps, and how many there were no less than 0")
