@@ -86,8 +86,7 @@ def test_of_a_pair_that_does_not_pay_a_rest_goes_on_in_the_next_text_and_nothing
     past.ended(row, 40)
     assert (past.worth, past.state()["requests"]) == (-0.5, [9, -0.01]), "nobody was looked at"
     paying = Past({"looks": [20, -0.5], "requests": [9, 0.3]})
-    assert paying.worth == 0, "what the last texts of an earlier process were says nothing"
-    paying.worth = -0.5
+    assert paying.state()["looks"] == [20, 0.0], "what its last texts were says nothing of the first ones of another process"
     assert paying.rest(paying.row(), 0, 5000) == rest, "there it is what the last texts say of this one, whenever they were"
     paying.ended(paying.row(), 40)
     assert -0.5 < paying.worth < 0, "and is forgotten little by little"
@@ -155,6 +154,8 @@ def test_a_second_process_begins_with_what_the_first_one_lost() -> None:
     two = merged({"past": {"looks": [8, -1.0]}}, {"past": {"looks": [12, -2.0]}}, {"past": {"looks": [4, -1.0]}})["past"]["looks"]
     assert two == [16, pytest.approx(-1.5)], "two processes that learned at once are both heard"
     assert first_one.tables.past.looks <= MOST
+    for kept in (state["past"], {"looks": [20, 0.0], "requests": [9, 0.3]}):
+        assert Past(kept).state() == kept, "who learned nothing has nothing to write"
 
 
 @pytest.mark.parametrize("state", [{"looks": [-1, 0.0]}, {"looks": [3, float("nan")]}, {"requests": [-1, 0.0]}, {"requests": [3, float("inf")]}])

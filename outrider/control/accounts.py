@@ -121,10 +121,10 @@ class Accounts:
         took, drafting, owed, bad_case, nodes = _own(record), _drafting(record), page.owed * chill, None, min(record.nodes(), DEEPEST)
         read = self.ledger.forgive(seqs, drafting - step.spent * page.plain) if step is not None and step.reads else 0.0
         overhead, jit, spent = self.overhead(record, drafting), record.seconds.get("jit", 0.0), took - read
-        own, gained, luck = took - drafting - jit, owed, 0.0
+        own, gained, luck, pays = took - drafting - jit, owed, 0.0, self.tables.past.pays
         if not nodes:
             spent, owed = self._plainly(page, held, overhead)
-            spent, gained = spent - read, owed if self.tables.past.pays else min(owed, page.owed * chill)
+            spent, gained = spent - read, owed if pays else min(owed, page.owed * chill)
         elif step is not None:
             unit = page.plain * page.spread * chill
             bad_case = step.room * unit
@@ -136,7 +136,7 @@ class Accounts:
             self.ledger.charge(seq.request.id, owed, record.emitted[r], spent, bad_case)
         if names and (record.reason in WEIGHED if nodes else record.reason != "probe:plain"):
             # By what it took: after many plain steps more than is believed. Where looks do not pay, with all that it read, too, and what it left cold.
-            self._looked(page, rows, names, gained - spent - (0.0 if self.tables.past.pays else read), 1, luck)
+            self._looked(page, rows, names, gained - spent - (0.0 if pays else read), 1, luck)
         self._told(page, owed, own, nodes, held)
 
     def _looked(self, page: Page, rows: list[Row], names: tuple[str, ...], gained: float, times: int, luck: float = 0.0) -> None:

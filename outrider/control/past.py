@@ -27,11 +27,10 @@ class Past:
         self.last = 0  # the step of the last look
         if not (self.looks >= 0 <= self.requests and math.isfinite(self.worth) and math.isfinite(self.gain)):
             raise ValueError("what looks brought is a number of plain steps, and how many there were no less than 0")
-        if self.pays:  # what the last requests of an earlier process were says nothing of the first ones of this
-            self.worth = 0.0
 
     def state(self) -> dict[str, Any]:
-        return {"looks": [self.looks, self.worth], "requests": [self.requests, self.gain]}
+        """What a later process starts from: of a pair that pays, what its last requests were says nothing of the first ones there."""
+        return {"looks": [self.looks, 0.0 if self.pays else self.worth], "requests": [self.requests, self.gain]}
 
     @property
     def pays(self) -> bool:
