@@ -2,6 +2,7 @@
 ones have its distribution, whatever the clock makes the controller believe."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -45,6 +46,29 @@ def test_coupled_and_greedy_texts_in_a_batch(kind: str) -> None:
         accepted += sum(sum(r.accepted) for s in seqs for r in s.records)
         assert not engine.controller.rows, "ended requests are forgotten"
     assert accepted and len(reasons) >= 4, "a test of decisions needs several"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_text_that_is_over_is_held_by_nobody(rows: int) -> None:
+    """Else some later step would take the time to clear away its records, which may be longer than the step."""
+    engine = adapting(rows, np.random.default_rng(3))
+    seqs, fresh = run(engine, requests()), Sequence(requests()[0], [])
+    while seqs:
+        over = seqs.pop()
+        assert sys.getrefcount(over) == sys.getrefcount(fresh)
+
+
+def test_what_rests_goes_on_resting_when_another_text_of_the_batch_ends() -> None:
+    engine = adapting(2, np.random.default_rng(3))
+    gone, stays = (engine.submit(request([n, 2, 3], f"r{n}", max_tokens=40)) for n in (4, 5))
+    engine.step()
+    rows, sleep = engine.controller.rows, engine.controller.sleep
+    for seq, rest in ((gone, 30), (stays, 50)):
+        rows[seq.request.id].rest = dict.fromkeys(CHEAPEST, rest)
+    sleep.rest(list(rows.values()))
+    engine.step()
+    engine.cancel(gone)
+    assert sleep.left == 0 and rows[stays.request.id].rest == dict.fromkeys(CHEAPEST, 49)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -69,7 +69,7 @@ class Adaptive:
                 sleep.left -= 1
                 self.silent = sleep.why == RESTING  # what was earned for the guard is settled on waking
                 return OFF, sleep.why
-            sleep.broken([row for s in self.known[0] if (row := self.rows.get(s.request.id))] if self.known else [])
+            self._woken()
         if sleep.slept:
             self._rested()
         rows, page = self._rows(seqs), self._page(self._situation(seqs))
@@ -148,6 +148,10 @@ class Adaptive:
         self.steps += slept
         if slept and self.known and self.page:
             self.accounts.rested(self.known[0], slept, min(self.sleep.lull, self.page.owed))
+
+    def _woken(self) -> None:
+        """Those that slept are no longer the batch."""
+        self.sleep.broken([row for s in self.known[0] if (row := self.rows.get(s.request.id))] if self.known else [])
 
     def _let_rest(self, rows: list[Row], names: list[str]) -> str:
         """Those who would have a guess cost more than there is, and are asked again when there can be some more; one that costs less has none now,
@@ -316,6 +320,10 @@ class Adaptive:
             self.page = self.tables.page(self.page.at)
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
+        if self.known is not None and seq in self.known[0]:  # a text that is over is not kept: some later step would take the time to clear it away
+            if self.sleep.left > 0:
+                self._woken()
+            self.known = self.step = None
 
     def _note_last(self) -> None:
         if (last := self.last) is not None:

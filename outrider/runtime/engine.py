@@ -113,6 +113,8 @@ class Engine:
             raise
 
     def _close(self, seq: Sequence) -> None:
+        if self.settings is not None and seq in self.settings.seqs:
+            self.settings = None
         _all([partial(part.end, seq) for part in self.drafters.values()] + [partial(self.target.close, seq), partial(self.controller.end, seq)])
         assert not seq.slots, f"{list(seq.slots)} left behind"
 
