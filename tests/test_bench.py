@@ -337,6 +337,8 @@ def test_columns_are_timed_in_turn_on_the_same_tokens_as_stock(folders, tmp_path
         told.count("| 16 |") >= 5
         and "served by: eager:off" in told
         and "behind 1000000 tokens" in told
+        and f"{result['limits']['bytes'] / 1e6:.0f} MB of weights" in told
+        and widths._products(torch.float32, torch.device("cpu")) > 1e6
         and json.loads((tmp_path / "widths.json").read_text())["rows"]
     )
     monkeypatch.setattr(widths, "USED", (10**6,))
@@ -351,3 +353,16 @@ def test_every_timed_forward_is_computed_anew():
     assert step() == before and tiers == {"eager:off"}
     model.module.lm_head.weight.data.mul_(-1)
     assert step() != before
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_bounds_a_forward_is_reading_or_multiplying_whichever_takes_longer(tied, monkeypatch):
+    monkeypatch.setattr(widths.machine, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(widths, "_products", lambda dtype, device: 1e9)
+    model = synthetic.build(synthetic.SHAPES["tiny"], 200, "float32", torch.device("cpu"))
+    table = model.module.model.embed_tokens.weight
+    model.module.lm_head.weight = table if tied else torch.nn.Parameter(table.clone())
+    everything = sum(w.numel() for w in model.module.parameters())
+    bound = widths.limits(model)
+    assert bound["column"] == everything - (0 if tied else table.numel())
+    assert [widths.least(bound, n) * 1e9 for n in (1, 4, 8)] == pytest.approx([4 * bound["column"], 4 * bound["column"], 8 * bound["column"]])

@@ -24,10 +24,12 @@ from outrider.bench import peers
 from outrider.bench.report import provenance, save_as
 from outrider.bench.synthetic import block
 from outrider.core.errors import OutriderError
+from outrider.measure import machine
 from outrider.models.hf import HFModel
 
 WIDTHS, STOCK_WIDTHS, USED = (1, 2, 4, 8, 16), (1, 8), (64, 192, 448)
 COLD, CALLS = 8, 8  # calls one after the other that find the caches as others left them; and that are timed
+SIDE = 1024  # of the matrices whose product tells how much the machine multiplies
 CHAIN = 4  # forwards of the draft model after one of the target
 DRAFT = "draft"
 Folder = str | os.PathLike[str] | None
@@ -52,13 +54,50 @@ def widths(
         raise OutriderError(
             f"a context of {most + max(WIDTHS)} tokens is too short", f"{min(USED)} and {max(WIDTHS)} columns are timed", "other models"
         )
-    rows, tiers = list[dict[str, Any]](), set[str]()
+    rows, tiers, bound = list[dict[str, Any]](), set[str](), limits(ours)
     for used in [used for used in USED if used <= most]:
         kinds = _kinds(ours, small, stock, used, tiers)
         rows.append({"used": used, "seconds": _in_turn(kinds, rounds, f"{used} tokens in the cache", progress)})
     where = {**provenance(), "settings": {k: str(v) for k, v in settings.items()}}
     left = [used for used in USED if used > most]
-    return {"where": where, "served_by": sorted(tiers), "left_out": left, "rows": [{**row, "ratios": ratios(row["seconds"])} for row in rows]}
+    rows = [{**row, "ratios": ratios(row["seconds"])} for row in rows]
+    return {
+        "where": where,
+        "served_by": sorted(tiers),
+        "left_out": left,
+        "limits": bound,
+        "least": {w: least(bound, w) for w in WIDTHS},
+        "rows": rows,
+    }
+
+
+def limits(model: HFModel) -> dict[str, float]:
+    """What a forward cannot go below, as of a dense model: the bytes of its weights and the multiply-adds of a column, and how many of each this
+    machine reads and does in a second (of two square matrices, in the model's dtype or float32, whichever is quicker)."""
+    module: Any = model.module
+    weights, table, head = list(module.parameters()), module.get_input_embeddings().weight, module.get_output_embeddings()
+    looked_up = 0 if head is not None and head.weight is table else table.numel()  # of this one line is read, and nothing multiplied
+    return {
+        "bytes": float(sum(w.nbytes for w in weights) - looked_up * table.element_size()),
+        "column": float(sum(w.numel() for w in weights) - looked_up),
+        "bytes_a_second": machine.bandwidth(table.device),
+        "products_a_second": max(_products(dtype, table.device) for dtype in {table.dtype, torch.float32}),
+    }
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> float:
+    """Multiply-adds a second."""
+    x = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
+
+    def product() -> object:
+        return torch.mm(x, x)[0, 0].item()  # which waits for it
+
+    return float(SIDE**3 / min(_times(product, COLD)))
+
+
+def least(bound: dict[str, float], columns: int) -> float:
+    """Seconds of a forward that reads all weights from memory and does nothing but multiply, both at once."""
+    return max(bound["bytes"] / bound["bytes_a_second"], columns * bound["column"] / bound["products_a_second"])
 
 
 def _kinds(ours: HFModel, small: HFModel, stock: Any, used: int, tiers: set[str]) -> dict[str, Callable[[], float]]:
@@ -152,8 +191,8 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        "| tokens in the cache | columns | ours, ms | to one column | quartiles | stock, eager, ms | stock / ours | quartiles |",
-        "|---" * 8 + "|",
+        "| tokens in the cache | columns | ours, ms | at least, ms | to one column | quartiles | stock, eager, ms | stock / ours | quartiles |",
+        "|---" * 9 + "|",
     ]
     drafts = list[str]()
     for row in result["rows"]:
@@ -164,12 +203,20 @@ def markdown(result: dict[str, Any]) -> str:
                 least, times, most = row["ratios"][f"stock {w}"]
                 beside = f" {1e3 * median(row['seconds'][f'stock {w}']):.2f} | {times:.2f} | {least:.2f}..{most:.2f} |"
             ms = 1e3 * median(row["seconds"][f"ours {w}"])
-            lines.append(f"| {row['used']} | {w} | {ms:.2f} | {middle:.2f} | {low:.2f}..{high:.2f} |{beside}")
+            lines.append(f"| {row['used']} | {w} | {ms:.2f} | {1e3 * result['least'][w]:.2f} | {middle:.2f} | {low:.2f}..{high:.2f} |{beside}")
         low, middle, high = row["ratios"][DRAFT]
         drafts.append(f"{middle:.3f} ({low:.3f} to {high:.3f}) behind {row['used']} tokens")
     told = f"Ours served by: {', '.join(result['served_by'])}. A forward of the draft model, one of {CHAIN} in a row, takes of one of the target: {', '.join(drafts)}."
     short = f" Not timed behind {', '.join(map(str, result['left_out']))} tokens, which the context does not hold." if result["left_out"] else ""
-    return "\n".join([*lines, "", told + short])
+    return "\n".join([*lines, "", told + short, "", _bounds(result["limits"])])
+
+
+def _bounds(limits: dict[str, float]) -> str:
+    return (
+        f"At least: {limits['bytes'] / 1e6:.0f} MB of weights, of which a sum over memory reads {limits['bytes_a_second'] / 1e9:.1f} GB/s here "
+        f"(caches may keep some), or {limits['column'] / 1e6:.1f} M multiply-adds a column, of which a product of two square matrices does "
+        f"{limits['products_a_second'] / 1e9:.0f} G/s, whichever takes longer; attention, norms and waiting come on top."
+    )
 
 
 def save(result: dict[str, Any], folder: Path) -> None:
