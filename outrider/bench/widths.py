@@ -96,7 +96,8 @@ def _products(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def multiplying(bound: dict[str, float], columns: int) -> float:
-    """Seconds of a forward that does nothing but multiply, and that as fast as this machine can. (What is read is no such bound: caches keep some.)"""
+    """Seconds of a forward that does nothing but multiply, and that as fast as square matrices are multiplied. (What is read is no such bound: caches keep
+    some.)"""
     return columns * bound["column"] / bound["products_a_second"]
 
 

@@ -321,8 +321,7 @@ class Adaptive:
         self.rows.pop(seq.request.id, None)
         self.ledger.end(seq.request.id)
         if self.known is not None and seq in self.known[0]:  # a text that is over is not kept: some later step would take the time to clear it away
-            if self.sleep.left > 0:
-                self._woken()
+            self._woken()
             self.known = self.step = None
 
     def _note_last(self) -> None:

@@ -113,7 +113,7 @@ class Engine:
             raise
 
     def _close(self, seq: Sequence) -> None:
-        if self.settings is not None and seq in self.settings.seqs:
+        if self.settings is not None and seq in self.settings.seqs:  # nothing of a text that is over is kept
             self.settings = None
         _all([partial(part.end, seq) for part in self.drafters.values()] + [partial(self.target.close, seq), partial(self.controller.end, seq)])
         assert not seq.slots, f"{list(seq.slots)} left behind"
