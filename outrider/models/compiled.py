@@ -32,7 +32,7 @@ from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
 
-VERSION = 17  # of what is built here: raise it when a package of before must not be used
+VERSION = 18  # of what is built here: raise it when a package of before must not be used
 COMPILED = "compiled"  # the tier that records say
 WITHOUT = f"{COMPILED}:without-"  # the same, and what of it is slower than it might be
 PREFILL = "prefill"

@@ -7,8 +7,11 @@ where its next call writes.
 
 import contextlib
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from outrider.models.crew import CREW
 
 ROOM = """
 #include <cstdlib>
@@ -42,6 +45,8 @@ public:
 };
 }  // namespace
 """
+
+MAKES = {"aoti_torch_empty_strided"}  # what is called of torch between kernels that computes nothing
 
 
 @contextlib.contextmanager
@@ -99,6 +104,9 @@ def writer() -> Any:
         def generate_return(self, output_refs: list[str]) -> None:
             if shared := set(graph.graph.get_output_names()) & set(self.stack_allocated_buffers):
                 raise RuntimeError(f"{sorted(shared)} would be given from the stack")  # in memory used a second time
+            if not set(re.findall(r"aoti_torch_\w+(?=\()", self.wrapper_call.getvalue())) - MAKES:
+                self.header.splice(CREW)
+                self.prefix.writeline("Crew crew;")
             super().generate_return(output_refs)
 
     return Writer
