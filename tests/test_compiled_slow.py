@@ -72,6 +72,24 @@ def test_a_package_without_weights_borrows_the_model_s(folder, cache, started, d
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(microkernel.few_rows(torch.bfloat16) is None, reason="this CPU has no such kernel")
+def test_threads_serve_a_whole_call_and_however_many_give_the_same_bits(folder, cache, started):
+    """Where all kernels are ours (`crew`)."""
+    model, recipe = model_of(folder), recipe_of(folder)
+    found = build_wide(recipe, model.step, "one")
+    for shape, columns in (("any", 8), ("one", 1)):
+        with zipfile.ZipFile(recipe.place() / f"{shape}.pt2") as package:
+            (calls,) = [name for name in package.namelist() if name.endswith(".wrapper.cpp")]
+            assert b"Crew crew;" in package.read(calls)
+        table, rows, given = example(1, columns, len(model.step.windows), after=20), [torch.randn_like(x) for x in model.step.store.rows(0, 1)], []
+        for threads in (1, 2, 3):
+            found.packages[shape].threads = threads
+            with torch.inference_mode():
+                given.append(found.packages[shape](table, torch.arange(128), rows)[0].clone())
+        assert torch.equal(given[0], given[1]) and torch.equal(given[0], given[2])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("gpt2", "float32"), ("gpt2", "bfloat16"), ("gemma2", "float32"), ("gemma2", "bfloat16"), ("gemma3", "float32")],
