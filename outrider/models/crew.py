@@ -5,7 +5,8 @@ most take a few microseconds. Here the threads wait for one another's word in me
 
 What GCC makes of `#pragma omp` calls by names is defined here, hidden in the package: it goes to the crew. Which thread one is, of how many, is
 libgomp's to say as before, so every thread has the part it always had, and sums are the same bits. While a crew serves, what is called of torch
-would run on one thread: a call with kernels that are torch's own has a crew for each of its others. (Another compiler's runtime has other names.)
+would run on one thread: a package with kernels of torch's own has none of this (`room` writes it or does not), nor has one of another compiler, whose
+runtime has other names.
 """
 
 CREW = r"""
@@ -24,10 +25,14 @@ thread_local Crew* hired = nullptr;  // whose call this thread is in
 // `crowded`: whoever is waited for may want this very processor.
 template <typename Done>
 void wait(bool crowded, Done done) {
-    for (int looks = 0; !done(); looks++) {
-        if (looks > (crowded ? 64 : 4096)) std::this_thread::yield();
+    for (int looks = crowded ? 64 : 4096; !done();) {
+        if (looks == 0) {
+            std::this_thread::yield();
+            continue;
+        }
+        looks--;
 #if defined(__x86_64__)
-        else __builtin_ia32_pause();
+        __builtin_ia32_pause();
 #endif
     }
 }

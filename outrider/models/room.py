@@ -2,7 +2,7 @@
 
 Inductor makes a tensor of each and frees it. Its own writer of calls with buffers on the stack is derived from here: it also takes sizes that are
 known only when the package runs. Builds on Inductor's internal interface, as `microkernel` does. What a package gives is never kept: it would lie
-where its next call writes.
+where its next call writes. It writes down, too, whose threads serve a call (`crew`).
 """
 
 import contextlib
