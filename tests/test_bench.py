@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import subprocess
 from dataclasses import fields
 
+import psutil
 import pytest
 import torch
 from tiny import tiny_folder
@@ -169,6 +171,17 @@ def test_a_result_is_saved_with_where_it_was_measured(result, tmp_path):
     assert read["roofline"]["weight_bytes"] > 0 and read["roofline"]["memory_gb_s"] > 0
     text = (tmp_path / "speed.md").read_text()
     assert "Noise: ours plain against itself" in text and "GB/s" in text and all(f"| {name} |" in text for name in CONTENDERS)
+
+
+def test_others_that_compute_are_gone_when_it_is_over():
+    own = psutil.Process()
+    before = set(own.children())
+    with pytest.raises(ZeroDivisionError), run.busy(2):
+        others = set(own.children()) - before
+        assert len(others) == 2
+        assert {os.getsid(one.pid) for one in others} == {one.pid for one in others}, "as another program's would be"
+        raise ZeroDivisionError
+    assert not any(one.is_running() for one in others)
 
 
 def test_the_commit_of_a_result_is_that_of_its_code(tmp_path, monkeypatch):

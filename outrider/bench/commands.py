@@ -27,6 +27,7 @@ def speed(
     target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
     compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "speed", out: Out = Path("docs/results"),
     contenders: Annotated[str | None, typer.Option(help="Some of them, by comma; default all.")] = None,
+    beside: Annotated[int, typer.Option(min=0, help="Other processes that compute meanwhile.")] = 0,
 ) -> None:  # fmt: skip
     """Stock transformers (plain, assisted, prompt lookup) against ours, interleaved, over the six categories."""
     from rich.console import Console
@@ -37,7 +38,8 @@ def speed(
     how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
     some = tuple(name.strip() for name in contenders.split(",")) if contenders else None
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
-        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), target=target, draft=draft, contenders=some, **how)
+        how |= {"target": target, "draft": draft, "contenders": some, "beside": beside}
+        result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), **how)
     peers.save(result, out, name)
     print(markdown(result))
 

@@ -9,9 +9,12 @@ stock samples with other noise. Ours plain is written twice: the ratio of the tw
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -38,6 +41,7 @@ DRAFTED: dict[str, tuple[str, ...]] = {
     OURS: (), "ours lookup": ("lookup",), "ours model": ("model",), "ours lookup+model": ("lookup", "model"), AGAIN: (),
 }  # fmt: skip
 CONTENDERS = (*(f"stock {name}" for name in peers.SETTINGS), *DRAFTED)
+BUSY = "import os; of = os.getppid()\nwhile os.getppid() == of: sum(range(10000))"  # until who asked for it is gone
 WARM = prompts.Prompt("warm", "story", "Warm up the caches", None, 0.0)
 
 
@@ -72,10 +76,10 @@ class Row:
 
 def speed(
     count: int = 5, max_tokens: int = 256, depth: int = 4, progress: Callable[[str], None] = print, *, target: Folder = None, draft: Folder = None,
-    contenders: tuple[str, ...] | None = None, **settings: Any,
+    contenders: tuple[str, ...] | None = None, beside: int = 0, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Rows, a summary by category and contender, and where it was measured. `count`: prompts of each category;
-    `settings`: of outrider.load, where the CPU's default is bfloat16 and to wait for compiled steps."""
+    """Rows, a summary by category and contender, and where it was measured. `count`: prompts of each category; `beside`: other processes that
+    compute meanwhile; `settings`: of outrider.load, where the CPU's default is bfloat16 and to wait for compiled steps."""
     names = _known(contenders)
     where = pick_device(settings.get("device", "auto"))
     settings = {"compile": "wait", "dtype": "bfloat16" if where.type == "cpu" else "auto", **settings, "rows": 1, "depth": depth}
@@ -85,17 +89,31 @@ def speed(
         write(name, WARM, 16)
     rows: list[Row] = []
     asked = prompts.readable(write.plain, count)
-    for i, prompt in enumerate(asked):
-        progress(f"{prompt.category}: {i + 1} of {len(asked)} prompts")
-        write.rest()
-        rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
-    told = {"target": _called(target), "draft": _called(draft), "prompts": count, "max_tokens": max_tokens, "prefix_reuse": False, **settings}
+    with busy(beside):
+        for i, prompt in enumerate(asked):
+            progress(f"{prompt.category}: {i + 1} of {len(asked)} prompts")
+            write.rest()
+            rows += [write(name, prompt, max_tokens) for name in (names + names)[i % len(names) :][: len(names)]]
+    told = {"target": _called(target), "draft": _called(draft), "prompts": count, "max_tokens": max_tokens, "beside": beside, "prefix_reuse": False}
+    told |= settings
     waited = {name: waits_of(write, name, where) for name in names if name in DRAFTED} if where.type == "cuda" else {}
     return {
         "where": provenance(), "settings": told, "tiers": _tiers(rows), "summary": (table := summary(rows, waited)),
         "energy": write.energy, "roofline": roofline(table, write.weights, where),
         "rows": [{**asdict(row), "tokens": len(row.tokens), "text": _digest(row.tokens)} for row in rows],
     }  # fmt: skip
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many other processes compute as long as this lasts, each in a session of its own, as another program would."""
+    started = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
 
 
 def _called(folder: Folder) -> str:

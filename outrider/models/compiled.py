@@ -28,6 +28,7 @@ from outrider.core import processor
 from outrider.core.cache import cache_folder, contents, held, read_before, start, used
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
+from outrider.models.contention import ALL, contention
 from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
@@ -292,9 +293,9 @@ class Compiled:
 
     @torch.inference_mode()
     def rest(self) -> None:
-        """Nobody waits: how many threads serve best is asked again now and then, ever more seldom. A machine that was busy for a moment at load would
-        be served by one thread for good."""
-        if self.packages and time.monotonic() - self.placed >= self.trusted:
+        """Nobody waits: how many threads serve best is asked again now and then, ever more seldom, but not while others want the processors. A machine
+        that was busy for a moment at load would be served by one thread for good."""
+        if self.packages and time.monotonic() - self.placed >= self.trusted and contention.most == ALL:
             for shape, package in self.packages.items():
                 package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
                 if shape == PREFILL and "any" in self.packages:
@@ -308,6 +309,8 @@ class Compiled:
         self._start()  # for the next start
         self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
         self.trusted = math.inf  # the same threads, too
+        for package in self.packages.values():
+            package.pinned = True
         self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
 
     def wait(self, strict: bool = False) -> None:

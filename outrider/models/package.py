@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.core import processor
 from outrider.models import pages
+from outrider.models.contention import HELD, LATE, Usual, contention
 
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 WAKE = 48 << 20  # bytes that another model's forward reads in between: a draft's first forward of a step finds nothing of its own in the caches
@@ -33,7 +34,7 @@ class Package:
     """A built step. Call it as a Step. `known`: weights that are in memory, by name; `frozen`: it has its own, packed. `bytes`: what it holds beside
     `known`; `shares`: all its weights are known ones; `independent`: up to eight columns of a row get the same bits alone and together, whatever
     hidden slots are read; `note`: why it is not built as it should be, if it is not; `least`: of one that reads text, the unread tokens from which on
-    it is asked.
+    it is asked; `threads`: that it has, unless others want the processors, which counts for nothing where it is `pinned`.
 
     Raises OSError or RuntimeError for a damaged file, KeyError for one of another model.
     """
@@ -52,15 +53,26 @@ class Package:
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
         self.bytes = about.st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
+        self.pinned, self.usual = False, Usual()
         self.file, self.of, self.kept, self.least = file, [about.st_size, about.st_mtime_ns, processor.name()], (0, 0), MANY
         told = self.loader.get_metadata()
         self.independent, self.note = INDEPENDENT.items() <= told.items(), told.get("note", "")
 
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
+        if self.pinned or self.threads == 1:
+            return self.on(self.threads, table, read, rows)
+        start = time.perf_counter()
+        out = self.on(contention.threads(self.threads, start), table, read, rows)
+        end, (b, w, _) = time.perf_counter(), table.shape
+        contention.see(self.usual, (b * w, len(read).bit_length()), end - start, self.threads, end)
+        return out
+
+    def on(self, threads: int, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
+        """The same, on so many threads."""
         before: int = torch.get_num_threads()
-        if self.threads == before:
+        if threads == before:
             return tuple(self.loader.boxed_run([table, read, *rows]))
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(threads)
         try:
             return tuple(self.loader.boxed_run([table, read, *rows]))
         finally:
@@ -71,13 +83,13 @@ class Package:
         it has to fetch its weights. Measured here, the way it runs in a step: some forwards in a row after another model's."""
         counts = sorted({1, torch.get_num_threads()})
 
-        def on(threads: int) -> None:
-            self.threads = threads
+        def step(threads: int) -> None:
             for _ in range(IN_A_ROW if table.shape[1] <= WIDE else 1):  # a text is read once
-                self(table, read, rows)
+                self.on(threads, table, read, rows)
 
-        cost = seconds_of_each([functools.partial(on, n) for n in counts], patience=patience, between=another())
-        self.threads = counts[cost.index(min(cost))]
+        cost = seconds_of_each([functools.partial(step, n) for n in counts], patience=patience, between=another())
+        if cost[-1] <= LATE * cost[0] + HELD:  # else others want the processors, which is not for good
+            self.threads = counts[cost.index(min(cost))]
 
     def recalled(self) -> bool:
         """Was this very file found worth having on this very processor before? Then its threads are what they were, and what else was found."""

@@ -1,0 +1,82 @@
+"""How many threads compiled steps have while other processes want the processors, too.
+
+Threads of a kernel wait for one another, and one that lost its processor comes back after a slice of the system's time: milliseconds, in a step of
+a hundred kernels of microseconds. Beside one busy process two threads on two processors take ten to a hundred times as long, and one thread hardly
+longer than alone. So where calls come late some threads are taken away, which stays so while it is quicker, and now and then all are asked again.
+"""
+
+import logging
+import math
+
+ALL = 1 << 30
+LATE = 3.0  # times what a call usually takes: beyond that it is late
+HELD, LATES = 0.02, 3  # seconds, beside a late call's own, that calls are late in all until threads are taken away, and how many of them
+TRIED = 8  # calls with fewer, whose time says whether that is quicker
+SLOWLY = 64  # calls in which what is usual follows a text that grows
+SOON, SELDOM = 1.0, 8.0  # seconds until all are asked again, twice as many each time in vain up to so many
+Usual = dict[tuple[int, int], float]  # seconds of a package's calls with all its threads, by shape
+log = logging.getLogger("outrider")
+
+
+class Contention:
+    """What calls show of it. `most`: threads that a package may have now; `taken`: times that some were taken away."""
+
+    def __init__(self) -> None:
+        self.most, self.before, self.taken = ALL, ALL, 0
+        self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0  # of calls since all was made up for, or since the trial began
+        self.trial, self.was = 0, 0.0  # calls it still lasts; how many times as long as usual calls took before it
+        self.again, self.patience, self.since = 0.0, SOON, -math.inf
+
+    def threads(self, wanted: int, now: float) -> int:
+        """How many a call has of those that its package wants."""
+        if self.most < wanted and not self.trial and now >= self.again:
+            self._have(ALL, now, 0.0)
+        return min(wanted, self.most)
+
+    def see(self, usual: Usual, shape: tuple[int, int], took: float, wanted: int, now: float) -> None:
+        """A call of this shape took so many seconds with `threads` of those that its package wanted, until `now`."""
+        had, known = min(wanted, self.most), usual.get(shape, math.inf)
+        if had == wanted and took <= LATE * known:
+            usual[shape] = took if took < known else known + (took - known) / SLOWLY
+        if known == math.inf:
+            return
+        self.took, self.usual = self.took + took, self.usual + known
+        if self.trial:
+            self._try(usual, shape, now)
+            return
+        bound = LATE * known * wanted / had
+        self.late, self.lates = min(max(self.late + took - bound, 0.0), 2 * (HELD + bound)), self.lates + (took > bound)
+        if not self.late:
+            self._forget()
+        elif self.late > HELD + bound and self.lates >= LATES and had > 1 and (had < wanted or now >= self.again):
+            self._take(had, now)
+
+    def _have(self, threads: int, now: float, patience: float) -> None:
+        self.most, self.since, self.again = threads, now, now + patience
+        self._forget()
+
+    def _forget(self) -> None:
+        self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0
+
+    def _take(self, had: int, now: float) -> None:
+        """A quarter of them: where there are many, most run undisturbed."""
+        if self.most == ALL:
+            self.patience = min(2 * self.patience, SELDOM) if now - self.since < SELDOM else SOON
+        self.was, self.before, self.trial = self.took / self.usual, self.most, TRIED
+        self._have(had - max(had // 4, 1), now, self.patience)
+
+    def _try(self, usual: Usual, shape: tuple[int, int], now: float) -> None:
+        self.trial -= 1
+        if self.trial:
+            return
+        if self.took < self.was * self.usual:
+            self.taken += 1
+            if self.taken == 1:
+                log.warning("other processes want the processors: compiled steps have fewer threads (%d) while that is quicker", self.most)
+            self._have(self.most, now, self.patience)
+        else:  # it is not for others that calls took so long
+            usual[shape] *= self.was
+            self._have(self.before, now, self.patience)
+
+
+contention = Contention()  # of this process: what takes a processor away takes it from all of its packages

@@ -1,0 +1,174 @@
+"""Threads while other processes want the processors: fewer where calls come late and that is quicker, all of them again when it is over."""
+
+import itertools
+import random
+
+import packages
+import pytest
+import torch
+from contracts import opened
+
+from outrider.core.types import Draft
+from outrider.models import contention, package
+from outrider.models.contention import ALL, Contention
+
+even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
+serve, served = packages.serve, packages.served
+STEP, SLICE = 1e-3, 12e-3
+
+
+class World:
+    """Calls of a package on a clock of its own: `busy` says whether somebody else runs at a time, `cost` what a call takes of the usual, by threads."""
+
+    def __init__(self, wanted=2, busy=lambda now: False, cost=lambda threads, busy: SLICE if busy and threads > 1 else (1 + (threads == 1)) * STEP):
+        self.of, self.known, self.now, self.wanted, self.busy, self.cost, self.had = Contention(), {}, 0.0, wanted, busy, cost, []
+
+    def call(self, shape=(1, 9)):
+        self.had.append(self.of.threads(self.wanted, self.now))
+        took = self.cost(self.had[-1], self.busy(self.now))
+        self.now += took
+        self.of.see(self.known, shape, took, self.wanted, self.now)
+        return took
+
+    def until(self, when):
+        """Calls, and the seconds that they took beyond those of nobody beside."""
+        before = len(self.had)
+        while self.now < when:
+            self.call()
+        return self.had[before:]
+
+
+def test_nobody_beside_takes_no_thread_away():
+    draw = random.Random(1)
+    world = World(cost=lambda threads, busy: STEP * draw.choice((0.9, 1.0, 1.1, 1.8, 2.9)))
+    assert set(world.until(20.0)) == {2} and world.of.taken == 0
+
+
+def test_a_single_stall_takes_no_thread_away():
+    """Nor do two close together, however long, and two more after a while: the system does other things, too."""
+    world = World()
+    world.until(0.1)
+    for _ in range(5):
+        for _ in range(2):
+            world.of.see(world.known, (1, 9), 60.0, 2, world.now)
+        assert set(world.until(world.now + 0.05)) == {2}
+
+
+def test_beside_a_busy_process_calls_have_one_thread_within_a_few(caplog):
+    world = World(busy=lambda now: now > 0.1)
+    world.until(0.1)
+    had = world.until(30.0)
+    assert had.index(1) <= 4, "each of them takes a slice of the system's time"
+    assert sum(threads == 2 for threads in had) * SLICE < 0.03 * 30.0, "all are asked again, ever more seldom"
+    assert len(caplog.records) == 1 and "fewer threads (1)" in caplog.text, "said once"
+    assert world.of.taken == sum(a == 2 and b == 1 for a, b in itertools.pairwise(had))
+
+
+def test_all_threads_are_there_again_when_it_is_over():
+    world = World(busy=lambda now: 0.1 < now < 20.0)
+    world.until(20.0)
+    had = world.until(60.0)
+    assert had.index(2) * 2 * STEP <= contention.SELDOM + STEP and set(had[had.index(2) :]) == {2}
+
+
+def test_asking_again_begins_anew_after_a_calm_while():
+    """A neighbour that comes now and then is met as the first time: for a second."""
+    world = World(busy=lambda now: now % 30 > 29.5)
+    for turn in range(3):
+        world.until(30.0 * turn + 29.0)
+        world.until(30.0 * turn + 29.6)
+        assert world.had[-1] == 1
+        assert world.until(30.0 * turn + 31.5)[-1] == 2
+
+
+def test_what_is_dearer_for_itself_keeps_its_threads():
+    """A text grew a hundredfold at once: one thread is no quicker, and a trial or two are all that it costs."""
+    long = [1.0]
+    world = World(cost=lambda threads, busy: long[0] * STEP * (3 - threads))
+    world.until(0.1)
+    long[0] = 100.0
+    had = world.until(100.0)
+    assert 0 < sum(threads == 1 for threads in had) <= 2 * contention.TRIED and world.of.taken == 0
+    assert set(had[-100:]) == {2}
+
+
+def test_shapes_are_late_each_by_its_own_measure():
+    """A text of five hundred columns is no late token, and tokens are late though texts come between."""
+    sizes = {(1, 9): 1.0, (500, 9): 200.0}
+    asked = [(1, 9)]
+    world = World(cost=lambda threads, busy: sizes[asked[0]] * STEP * (3 - threads))
+    for turn in range(300):
+        asked[0] = (500, 9) if turn % 10 == 9 else (1, 9)
+        world.call(asked[0])
+    assert set(world.had) == {2} and world.of.taken == 0
+
+
+@pytest.mark.parametrize("threads, rungs", [(16, [16, 12, 9, 7]), (8, [8, 6]), (3, [3, 2, 1])])
+def test_many_threads_are_taken_away_a_quarter_at_a_time(threads, rungs):
+    """Until those that are left run undisturbed."""
+    world = World(
+        wanted=threads, cost=lambda had, busy: SLICE * had / threads if busy and had > rungs[-1] else STEP * threads / had, busy=lambda now: now > 0.1
+    )
+    world.until(0.1)
+    seen = list(dict.fromkeys(world.until(0.9)))
+    assert seen == rungs
+
+
+def test_a_text_that_grows_is_not_late():
+    grown = [1.0]
+    world = World(cost=lambda threads, busy: grown[0] * STEP * (3 - threads))
+    for _ in range(2000):
+        grown[0] *= 1.003
+        world.call()
+    assert grown[0] > 100 and set(world.had) == {2}
+
+
+@pytest.fixture
+def calm(monkeypatch):
+    mine = Contention()
+    monkeypatch.setattr(package, "contention", mine)
+    return mine
+
+
+@pytest.mark.parametrize("threads, pinned, want", [(2, False, 1), (2, True, 2), (1, False, 1)])
+def test_a_package_asks_how_many_it_may_have(served, calm, monkeypatch, threads, pinned, want):
+    """A strict one does not; what one thread takes is nobody's fault."""
+    wide, ran = served.compiled.packages["any"], []
+    wide.threads, wide.pinned, calm.most, calm.again = threads, pinned, 1, float("inf")
+    monkeypatch.setattr(package.Package, "on", lambda self, threads, *_: ran.append(threads) or ())
+    wide(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]))
+    assert ran == [want] and not wide.usual, "learned with fewer threads than are usual"
+
+
+def test_packages_tell_how_long_their_calls_took(served, calm, monkeypatch):
+    wide, clock = served.compiled.packages["any"], [0.0]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(package.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(
+        package.Package, "on", lambda self, threads, *_: clock.__setitem__(0, clock[0] + (SLICE if late and threads > 1 else STEP)) or ()
+    )
+    given, late = served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]), False
+    wide.threads = 2
+    wide(*given)
+    assert list(wide.usual.values()) == pytest.approx([STEP]) and calm.most == ALL
+    late = True
+    for _ in range(5 + contention.TRIED):
+        wide(*given)
+    assert calm.most == 1 and calm.taken == 1
+
+
+def test_strict_packages_are_pinned(served):
+    served.compiled.settle()
+    assert all(own.pinned for own in served.compiled.packages.values())
+
+
+def test_threads_are_not_chosen_while_others_want_the_processors(served, monkeypatch):
+    placed = []
+    monkeypatch.setattr(package.Package, "place", lambda self, *_, **__: placed.append(self.file.stem))
+    served.compiled.placed = -1e9
+    monkeypatch.setattr(contention.contention, "most", 1)
+    served.compiled.rest()
+    assert placed == []
+    monkeypatch.setattr(contention.contention, "most", ALL)
+    served.compiled.rest()
+    assert placed
