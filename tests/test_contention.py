@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import packages
 import pytest
@@ -9,8 +10,9 @@ import torch
 from contracts import opened
 
 from outrider.core.types import Draft
-from outrider.models import contention, package
+from outrider.models import contention, hf, package
 from outrider.models.contention import ALL, Contention
+from outrider.models.load import load_model
 
 even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
 serve, served = packages.serve, packages.served
@@ -126,32 +128,61 @@ def test_a_text_that_grows_is_not_late():
 @pytest.fixture
 def calm(monkeypatch):
     mine = Contention()
-    monkeypatch.setattr(package, "contention", mine)
+    for who in (package, hf):
+        monkeypatch.setattr(who, "contention", mine)
     return mine
 
 
-@pytest.mark.parametrize("threads, pinned, want", [(2, False, 1), (2, True, 2), (1, False, 1)])
-def test_a_package_asks_how_many_it_may_have(served, calm, monkeypatch, threads, pinned, want):
+@pytest.fixture
+def threads():
+    """Sets torch's."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def block_of(model):
+    return model.rows.layout(opened(model.rows, [5]), Draft(1), [~0]).blocks[0]
+
+
+@pytest.mark.parametrize("own, pinned, want", [(2, False, 1), (2, True, 2), (1, False, 1)])
+def test_a_package_asks_how_many_it_may_have(served, calm, threads, own, pinned, want):
     """A strict one does not; what one thread takes is nobody's fault."""
+    threads(2)
     wide, ran = served.compiled.packages["any"], []
-    wide.threads, wide.pinned, calm.most, calm.again = threads, pinned, 1, float("inf")
-    monkeypatch.setattr(package.Package, "on", lambda self, threads, *_: ran.append(threads) or ())
-    wide(*served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]))
-    assert ran == [want] and not wide.usual, "learned with fewer threads than are usual"
+    wide.threads, wide.pinned, calm.most, calm.again = own, pinned, 1, float("inf")
+    wide.loader = SimpleNamespace(boxed_run=lambda _: ran.append(torch.get_num_threads()) or [])
+    wide(*served._inputs(block_of(served)))
+    assert ran == [want] and torch.get_num_threads() == 2
+    assert not wide.usual, "learned with fewer threads than are usual"
 
 
-def test_packages_tell_how_long_their_calls_took(served, calm, monkeypatch):
-    wide, clock = served.compiled.packages["any"], [0.0]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(package.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(
-        package.Package, "on", lambda self, threads, *_: clock.__setitem__(0, clock[0] + (SLICE if late and threads > 1 else STEP)) or ()
+@pytest.mark.parametrize("pinned", [False, True])
+def test_eager_steps_ask_too(folder, calm, threads, pinned):
+    """Until packages are there; not where the text must stay what it is to the bit."""
+    model, ran = load_model(folder, device="cpu", compile="off")[0], []
+    threads(2)
+    block = block_of(model)
+    calm.most, calm.again, model.pinned = 1, float("inf"), pinned
+    step, model.step = model.step, lambda *given, **how: ran.append(torch.get_num_threads()) or step(*given, **how)
+    model._eager(block)
+    assert ran == [2 if pinned else 1] and torch.get_num_threads() == 2
+    calm.most = ALL
+    model._eager(block)
+    assert len(model.usual) == (not pinned)
+
+
+def test_packages_tell_how_long_their_calls_took(served, calm, threads, monkeypatch):
+    threads(2)
+    wide, clock, late = served.compiled.packages["any"], [0.0], []
+    monkeypatch.setattr(contention.time, "perf_counter", lambda: clock[0])
+    wide.loader = SimpleNamespace(
+        boxed_run=lambda _: clock.__setitem__(0, clock[0] + (SLICE if late and torch.get_num_threads() > 1 else STEP)) or []
     )
-    given, late = served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]), False
-    wide.threads = 2
+    given, wide.threads = served._inputs(block_of(served)), 2
     wide(*given)
     assert list(wide.usual.values()) == pytest.approx([STEP]) and calm.most == ALL
-    late = True
+    late.append(1)
     for _ in range(5 + contention.TRIED):
         wide(*given)
     assert calm.most == 1 and calm.taken == 1

@@ -1,4 +1,4 @@
-"""How many threads compiled steps have while other processes want the processors, too.
+"""How many threads a model's steps have while other processes want the processors, too.
 
 Threads of a kernel wait for one another, and one that lost its processor comes back after a slice of the system's time: milliseconds, in a step of
 a hundred kernels of microseconds. Beside one busy process two threads on two processors take ten to a hundred times as long, and one thread hardly
@@ -7,6 +7,12 @@ longer than alone. So where calls come late some threads are taken away, which s
 
 import logging
 import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 ALL = 1 << 30
 LATE = 3.0  # times what a call usually takes: beyond that it is late
@@ -14,12 +20,13 @@ HELD, LATES = 0.02, 3  # seconds, beside a late call's own, that calls are late 
 TRIED = 8  # calls with fewer, whose time says whether that is quicker
 SLOWLY = 64  # calls in which what is usual follows a text that grows
 SOON, SELDOM = 1.0, 8.0  # seconds until all are asked again, twice as many each time in vain up to so many
-Usual = dict[tuple[int, int], float]  # seconds of a package's calls with all its threads, by shape
+Usual = dict[tuple[int, int], float]  # seconds of calls with all their threads, by columns and how many bits their slots take
+Told = TypeVar("Told")
 log = logging.getLogger("outrider")
 
 
 class Contention:
-    """What calls show of it. `most`: threads that a package may have now; `taken`: times that some were taken away."""
+    """What calls show of it. `most`: threads that one may have now; `taken`: times that some were taken away."""
 
     def __init__(self) -> None:
         self.most, self.before, self.taken = ALL, ALL, 0
@@ -27,14 +34,22 @@ class Contention:
         self.trial, self.was = 0, 0.0  # calls it still lasts; how many times as long as usual calls took before it
         self.again, self.patience, self.since = 0.0, SOON, -math.inf
 
+    def call(self, usual: Usual, wanted: int, table: Tensor, read: Tensor, step: Callable[[], Told]) -> Told:
+        """What a step over this table and these slots gives, on the threads that it wants or fewer. `usual`: its own, kept here."""
+        start = time.perf_counter()
+        out = on(self.threads(wanted, start), step)
+        end, (rows, width, _) = time.perf_counter(), table.shape
+        self.see(usual, (rows * width, len(read).bit_length()), end - start, wanted, end)
+        return out
+
     def threads(self, wanted: int, now: float) -> int:
-        """How many a call has of those that its package wants."""
+        """How many a call has of those that it wants."""
         if self.most < wanted and not self.trial and now >= self.again:
             self._have(ALL, now, 0.0)
         return min(wanted, self.most)
 
     def see(self, usual: Usual, shape: tuple[int, int], took: float, wanted: int, now: float) -> None:
-        """A call of this shape took so many seconds with `threads` of those that its package wanted, until `now`."""
+        """A call of this shape took so many seconds, until `now`, with `threads` of those that it wanted."""
         had, known = min(wanted, self.most), usual.get(shape, math.inf)
         if had == wanted and took <= LATE * known:
             usual[shape] = took if took < known else known + (took - known) / SLOWLY
@@ -72,11 +87,23 @@ class Contention:
         if self.took < self.was * self.usual:
             self.taken += 1
             if self.taken == 1:
-                log.warning("other processes want the processors: compiled steps have fewer threads (%d) while that is quicker", self.most)
+                log.warning("other processes want the processors: steps have fewer threads (%d) while that is quicker", self.most)
             self._have(self.most, now, self.patience)
         else:  # it is not for others that calls took so long
             usual[shape] *= self.was
             self._have(self.before, now, self.patience)
 
 
-contention = Contention()  # of this process: what takes a processor away takes it from all of its packages
+def on(threads: int, step: Callable[[], Told]) -> Told:
+    """What it gives, on so many threads of torch's."""
+    before: int = torch.get_num_threads()
+    if threads == before:
+        return step()
+    torch.set_num_threads(threads)
+    try:
+        return step()
+    finally:
+        torch.set_num_threads(before)
+
+
+contention = Contention()  # of this process: what takes a processor away takes it from all of its steps

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from outrider.core.sampling import Race, decided, near, winners
 from outrider.core.types import MAX_NODES, Draft, Ints, ModelSpec, On, Outcome, Places, Scores, Sequence
 from outrider.models.chain import Chain
 from outrider.models.compiled import PREFILL, Compiled
+from outrider.models.contention import Usual, contention
 from outrider.models.graphed import Graphs
 from outrider.models.kv import Block, Layout, Rows
 from outrider.models.layers import routed, windows, with_layers
@@ -77,6 +79,7 @@ class HFModel:
         self.tables: dict[tuple[int, int], tuple[Ints, Tensor, list[Tensor]]] = {}  # that are kept, as tensors and with their row, by row and width
         self.forwards, self.computed, self.pinned = 0, 0, False
         self.queued: Queued | None = None
+        self.usual = Usual()  # of eager steps
         self.store.allocate(self.device, self._probe)
 
     def _probe(self, zero: Tensor) -> None:
@@ -283,7 +286,10 @@ class HFModel:
     @torch.inference_mode()
     def _eager(self, block: Block, last: Tensor | None = None, table: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
-        out: tuple[Tensor, Tensor] = self.step(*self._inputs(block, last, table), **options)
+        given, threads = self._inputs(block, last, table), torch.get_num_threads()
+        step = partial(self.step, *given, **options)
+        watched = threads > 1 and not (self.far or self.pinned)  # sums differ with the threads that make them
+        out: tuple[Tensor, Tensor] = contention.call(self.usual, threads, *given[:2], step) if watched else step()
         self.meter.seconds += time.perf_counter() - start
         return out
 
@@ -332,7 +338,7 @@ class HFView(HFModel):
         self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0)
         self.forwards, self.computed = 0, 0
-        self.compiled, self.queued, self.meter = None, None, Meter(tier="eager:view")
+        self.compiled, self.queued, self.meter, self.usual = None, None, Meter(tier="eager:view"), Usual()
 
     def open(self, seq: Sequence) -> None:
         """The owner's row serves."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.core import processor
 from outrider.models import pages
-from outrider.models.contention import HELD, LATE, Usual, contention
+from outrider.models.contention import HELD, LATE, Usual, contention, on
 
 INDEPENDENT = {"rows": "independent"}  # said in a package's metadata
 WAKE = 48 << 20  # bytes that another model's forward reads in between: a draft's first forward of a step finds nothing of its own in the caches
@@ -61,22 +61,12 @@ class Package:
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         if self.pinned or self.threads == 1:
             return self.on(self.threads, table, read, rows)
-        start = time.perf_counter()
-        out = self.on(contention.threads(self.threads, start), table, read, rows)
-        end, (b, w, _) = time.perf_counter(), table.shape
-        contention.see(self.usual, (b * w, len(read).bit_length()), end - start, self.threads, end)
-        return out
+        run = functools.partial(self.loader.boxed_run, [table, read, *rows])
+        return tuple(contention.call(self.usual, self.threads, table, read, run))
 
     def on(self, threads: int, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         """The same, on so many threads."""
-        before: int = torch.get_num_threads()
-        if threads == before:
-            return tuple(self.loader.boxed_run([table, read, *rows]))
-        torch.set_num_threads(threads)
-        try:
-            return tuple(self.loader.boxed_run([table, read, *rows]))
-        finally:
-            torch.set_num_threads(before)
+        return tuple(on(threads, functools.partial(self.loader.boxed_run, [table, read, *rows])))
 
     def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
         """Choose how many threads run it, the fewer where that is no slower: a small step waits more for its threads than they bring, but not where
