@@ -17,7 +17,8 @@ from torch import Tensor
 ALL = 1 << 30
 LATE = 3.0  # times what a call usually takes: beyond that it is late
 HELD, LATES = 0.02, 3  # seconds, beside a late call's own, that calls are late in all until threads are taken away, and how many of them
-TRIED = 8  # calls with fewer, whose time says whether that is quicker
+TRIED, TRIAL = 8, 0.1  # calls with fewer, and seconds of them, that say whether that is quicker: others' slices come in turn
+SETTLES = 0.1  # seconds before, in which the system is still making up to others for what more threads had
 SLOWLY = 64  # calls in which what is usual follows a text that grows
 SOON, SELDOM = 1.0, 8.0  # seconds until all are asked again, twice as many each time in vain up to so many
 Usual = dict[tuple[int, int], float]  # seconds of calls with all their threads, by columns and how many bits their slots take
@@ -53,7 +54,7 @@ class Contention:
         had, known = min(wanted, self.most), usual.get(shape, math.inf)
         if had == wanted and took <= LATE * known:
             usual[shape] = took if took < known else known + (took - known) / SLOWLY
-        if known == math.inf:
+        if known == math.inf or (self.trial and now - self.since < SETTLES):
             return
         self.took, self.usual = self.took + took, self.usual + known
         if self.trial:
@@ -81,7 +82,7 @@ class Contention:
         self._have(had - max(had // 4, 1), now, self.patience)
 
     def _try(self, usual: Usual, shape: tuple[int, int], now: float) -> None:
-        self.trial -= 1
+        self.trial = max(self.trial - 1, 0 if self.took >= TRIAL else 1)
         if self.trial:
             return
         if self.took < self.was * self.usual:

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -287,9 +286,13 @@ class HFModel:
     def _eager(self, block: Block, last: Tensor | None = None, table: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
         given, threads = self._inputs(block, last, table), torch.get_num_threads()
-        step = partial(self.step, *given, **options)
+
+        def step() -> tuple[Tensor, Tensor]:
+            out: tuple[Tensor, Tensor] = self.step(*given, **options)
+            return out
+
         watched = threads > 1 and not (self.far or self.pinned)  # sums differ with the threads that make them
-        out: tuple[Tensor, Tensor] = contention.call(self.usual, threads, *given[:2], step) if watched else step()
+        out = contention.call(self.usual, threads, given[0], given[1], step) if watched else step()
         self.meter.seconds += time.perf_counter() - start
         return out
 
