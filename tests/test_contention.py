@@ -1,7 +1,9 @@
 """Threads while other processes want the processors: fewer where calls come late and that is quicker, all of them again when it is over."""
 
 import itertools
+import os
 import random
+import time
 from types import SimpleNamespace
 
 import packages
@@ -9,6 +11,7 @@ import pytest
 import torch
 from contracts import opened
 
+from outrider.bench import run
 from outrider.core.types import Draft
 from outrider.models import contention, hf, package
 from outrider.models.contention import ALL, Contention
@@ -17,6 +20,14 @@ from outrider.models.load import load_model
 even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
 serve, served = packages.serve, packages.served
 STEP, SLICE = 1e-3, 12e-3
+
+
+@pytest.fixture(autouse=True)
+def switched(monkeypatch):
+    """How often somebody else had a processor: never, unless a test says otherwise."""
+    count = [0]
+    monkeypatch.setattr(contention, "switches", lambda: count[0])
+    return count
 
 
 class World:
@@ -107,6 +118,34 @@ def test_fewer_threads_are_given_the_time_to_be_quicker():
     world.until(0.1)
     had = world.until(1.0)
     assert set(had[had.index(1) :]) == {1}
+
+
+def test_who_comes_when_others_are_there_has_fewer_threads_too(switched):
+    """All calls take long from the first on, so none is late; but somebody else had the processors again and again."""
+    world = World(busy=lambda now: True)
+    while world.now < 10.0:
+        switched[0] += 3 * (world.call() == SLICE)
+    assert world.had.index(1) * SLICE < 0.3
+    assert sum(threads == 2 for threads in world.had) * SLICE < 0.15 * 10.0, "and again whenever all were asked"
+
+
+def test_switches_that_cost_nothing_take_no_thread_away(switched):
+    """Python threads that do something else meanwhile, for one: it is tried ever more seldom."""
+    world = World()
+    while world.now < 60.0:
+        switched[0] += 1
+        world.call()
+    assert world.of.taken == 0 and sum(threads == 1 for threads in world.had) * STEP < 0.03 * 60.0
+
+
+def test_a_process_without_rest_counts_its_own_switches(monkeypatch):
+    monkeypatch.undo()
+    before = contention.switches()
+    with run.busy(2 * (os.cpu_count() or 1)):
+        end = time.monotonic() + 60.0
+        while contention.switches() == before and time.monotonic() < end:
+            sum(range(10000))
+    assert contention.switches() > before
 
 
 def test_shapes_are_late_each_by_its_own_measure():

@@ -14,12 +14,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 ALL = 1 << 30
 LATE = 3.0  # times what a call usually takes: beyond that it is late
 HELD, LATES = 0.02, 3  # seconds, beside a late call's own, that calls are late in all until threads are taken away, and how many of them
 TRIED, TRIAL = 8, 0.1  # calls with fewer, and seconds of them, that say whether that is quicker: others' slices come in turn
 SETTLES = 0.1  # seconds before, in which the system is still making up to others for what more threads had
 SLOWLY = 64  # calls in which what is usual follows a text that grows
+WINDOW, SWITCHES = 0.1, 100.0  # seconds; times a second that somebody else had a processor instead, beyond which fewer threads are tried in any case
 SOON, SELDOM = 1.0, 8.0  # seconds until all are asked again, twice as many each time in vain up to so many
 Usual = dict[tuple[int, int], float]  # seconds of calls with all their threads, by columns and how many bits their slots take
 Told = TypeVar("Told")
@@ -34,6 +40,8 @@ class Contention:
         self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0  # of calls since all was made up for, or since the trial began
         self.trial, self.was = 0, 0.0  # calls it still lasts; how many times as long as usual calls took before it
         self.again, self.patience, self.since = 0.0, SOON, -math.inf
+        self.looked, self.switches = -math.inf, 0  # when it was counted how often somebody else had a processor, and how often
+        self.lately, self.of = 0.0, 0.0  # seconds of calls since then, and what they take usually
 
     def call(self, usual: Usual, wanted: int, table: Tensor, read: Tensor, step: Callable[[], Told]) -> Told:
         """What a step over this table and these slots gives, on the threads that it wants or fewer. `usual`: its own, kept here."""
@@ -60,12 +68,24 @@ class Contention:
         if self.trial:
             self._try(usual, shape, now)
             return
+        self.lately, self.of = self.lately + took, self.of + known
         bound = LATE * known * wanted / had
         self.late, self.lates = min(max(self.late + took - bound, 0.0), 2 * (HELD + bound)), self.lates + (took > bound)
+        may = had > 1 and (had < wanted or now >= self.again)
         if not self.late:
             self._forget()
-        elif self.late > HELD + bound and self.lates >= LATES and had > 1 and (had < wanted or now >= self.again):
-            self._take(had, now)
+        elif may and self.late > HELD + bound and self.lates >= LATES:
+            self._take(self.took / self.usual, had, now)
+        if now - self.looked >= WINDOW:
+            if self._crowded(now) and may and not self.trial:  # of who came when others were there it is not known what is usual
+                self._take(self.lately / self.of, had, now)
+            self.lately = self.of = 0.0
+
+    def _crowded(self, now: float) -> bool:
+        """Had somebody else a processor more often than nobody minds, since that was asked last?"""
+        count, since, self.looked = switches(), self.looked, now
+        before, self.switches = self.switches, count
+        return count - before > SWITCHES * (now - since)
 
     def _have(self, threads: int, now: float, patience: float) -> None:
         self.most, self.since, self.again = threads, now, now + patience
@@ -74,11 +94,11 @@ class Contention:
     def _forget(self) -> None:
         self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0
 
-    def _take(self, had: int, now: float) -> None:
+    def _take(self, was: float, had: int, now: float) -> None:
         """A quarter of them: where there are many, most run undisturbed."""
         if self.most == ALL:
             self.patience = min(2 * self.patience, SELDOM) if now - self.since < SELDOM else SOON
-        self.was, self.before, self.trial = self.took / self.usual, self.most, TRIED
+        self.was, self.before, self.trial = was, self.most, TRIED
         self._have(had - max(had // 4, 1), now, self.patience)
 
     def _try(self, usual: Usual, shape: tuple[int, int], now: float) -> None:
@@ -93,6 +113,11 @@ class Contention:
         else:  # it is not for others that calls took so long
             usual[shape] *= self.was
             self._have(self.before, now, self.patience)
+
+
+def switches() -> int:
+    """Times so far that this process would have gone on and somebody else had the processor."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0
 
 
 def on(threads: int, step: Callable[[], Told]) -> Told:
