@@ -173,6 +173,11 @@ def test_a_result_is_saved_with_where_it_was_measured(result, tmp_path):
     assert "Noise: ours plain against itself" in text and "GB/s" in text and all(f"| {name} |" in text for name in CONTENDERS)
 
 
+def test_fewer_others_than_none_are_refused():
+    with pytest.raises(OutriderError, match="beside=-1 is no number of processes.*0 or more"):
+        run.speed(1, 8, beside=-1)
+
+
 def test_others_that_compute_are_gone_when_it_is_over():
     own = psutil.Process()
     before = set(own.children())

@@ -10,6 +10,7 @@ import packages
 import pytest
 import torch
 from contracts import opened
+from test_pages import linux
 
 from outrider.bench import run
 from outrider.core.types import Draft
@@ -138,13 +139,29 @@ def test_switches_that_cost_nothing_take_no_thread_away(switched):
     assert world.of.taken == 0 and sum(threads == 1 for threads in world.had) * STEP < 0.03 * 60.0
 
 
-def test_a_process_without_rest_counts_its_own_switches(monkeypatch):
+def test_where_fewer_threads_are_as_quick_nobody_is_to_blame(switched, caplog):
+    """Eager steps of a small model: one thread or two, the clock says now this, now that."""
+    draw = random.Random(2)
+    world = World(cost=lambda threads, busy: STEP * draw.choice((0.9, 1.0, 1.1)) * (0.98 if threads == 1 else 1.0))
+    while world.now < 60.0:
+        switched[0] += 1
+        world.call()
+    assert 1 in world.had and world.of.taken == 0 and not caplog.records
+
+
+@linux
+def test_a_process_counts_how_often_another_has_its_processor(monkeypatch):
+    """Both on one, where they must take turns."""
     monkeypatch.undo()
-    before = contention.switches()
-    with run.busy(2 * (os.cpu_count() or 1)):
-        end = time.monotonic() + 60.0
-        while contention.switches() == before and time.monotonic() < end:
-            sum(range(10000))
+    may, before = os.sched_getaffinity(0), contention.switches()
+    os.sched_setaffinity(0, {min(may)})
+    try:
+        with run.busy(1):
+            end = time.monotonic() + 60.0
+            while contention.switches() == before and time.monotonic() < end:
+                sum(range(10000))
+    finally:
+        os.sched_setaffinity(0, may)
     assert contention.switches() > before
 
 

@@ -28,6 +28,7 @@ from outrider.bench import peers, prompts
 from outrider.bench.report import provenance, save_as
 from outrider.bench.table import markdown
 from outrider.core.config import nearest
+from outrider.core.errors import OutriderError
 from outrider.core.types import TARGET
 from outrider.measure import machine
 from outrider.measure.device import DeviceMeter, waits
@@ -81,6 +82,8 @@ def speed(
     """Rows, a summary by category and contender, and where it was measured. `count`: prompts of each category; `beside`: other processes that
     compute meanwhile; `settings`: of outrider.load, where the CPU's default is bfloat16 and to wait for compiled steps."""
     names = _known(contenders)
+    if beside < 0:
+        raise OutriderError(f"beside={beside} is no number of processes", "", "0 or more")
     where = pick_device(settings.get("device", "auto"))
     settings = {"compile": "wait", "dtype": "bfloat16" if where.type == "cpu" else "auto", **settings, "rows": 1, "depth": depth}
     folders = (target or reference.target(), draft or reference.draft())

@@ -2,7 +2,8 @@
 
 Threads of a kernel wait for one another, and one that lost its processor comes back after a slice of the system's time: milliseconds, in a step of
 a hundred kernels of microseconds. Beside one busy process two threads on two processors take ten to a hundred times as long, and one thread hardly
-longer than alone. So where calls come late some threads are taken away, which stays so while it is quicker, and now and then all are asked again.
+longer than alone. So where calls come late, or others have the processors often, some threads are taken away, which stays so while it is clearly
+quicker, and now and then all are asked again.
 """
 
 import logging
@@ -23,6 +24,7 @@ ALL = 1 << 30
 LATE = 3.0  # times what a call usually takes: beyond that it is late
 HELD, LATES = 0.02, 3  # seconds, beside a late call's own, that calls are late in all until threads are taken away, and how many of them
 TRIED, TRIAL = 8, 0.1  # calls with fewer, and seconds of them, that say whether that is quicker: others' slices come in turn
+QUICKER = 0.8  # of the time that calls took before, which they must take at most with fewer: where it is all the same, it is not for others
 SETTLES = 0.1  # seconds before, in which the system is still making up to others for what more threads had
 SLOWLY = 64  # calls in which what is usual follows a text that grows
 WINDOW, SWITCHES = 0.1, 100.0  # seconds; times a second that somebody else had a processor instead, beyond which fewer threads are tried in any case
@@ -105,7 +107,7 @@ class Contention:
         self.trial = max(self.trial - 1, 0 if self.took >= TRIAL else 1)
         if self.trial:
             return
-        if self.took < self.was * self.usual:
+        if self.took < QUICKER * self.was * self.usual:
             self.taken += 1
             if self.taken == 1:
                 log.warning("other processes want the processors: steps have fewer threads (%d) while that is quicker", self.most)
