@@ -259,9 +259,30 @@ def test_packages_tell_how_long_their_calls_took(served, calm, threads, monkeypa
     assert calm.most == 1 and calm.taken == 1
 
 
-def test_strict_packages_are_pinned(served):
+@pytest.mark.parametrize("independent, told, pinned", [(True, (1.0, 1.0), False), (True, (1.0, 1.5), True), (False, (1.0, 1.0), True)])
+def test_strict_packages_keep_their_threads_unless_those_change_no_bit(served, threads, independent, told, pinned):
+    """Which is tried on the package that serves, at one column and at several, and not only said by it."""
+    threads(2)
+    wide, asked = served.compiled.packages["any"], []
+
+    def run(given):
+        asked.append((given[0].shape[1], torch.get_num_threads()))
+        return [torch.full((3,), told[torch.get_num_threads() == 1 and given[0].shape[1] > 1])]
+
+    wide.threads, wide.independent, wide.loader = 2, independent, SimpleNamespace(boxed_run=run)
     served.compiled.settle()
-    assert all(own.pinned for own in served.compiled.packages.values())
+    assert wide.pinned == pinned and asked == ([(1, 2), (1, 1), (package.WIDE, 2), (package.WIDE, 1)] if independent else [])
+
+
+def test_a_strict_step_gives_the_same_bits_while_others_want_the_processors(served, calm, threads):
+    threads(2)
+    served.compiled.packages["any"].threads = 2
+    served.pin()
+    given, told = served._inputs(block_of(served)), []
+    for calm.most in (ALL, 1):
+        calm.again = float("inf")
+        told.append(served.compiled.packages["any"](*given)[0].clone())
+    assert torch.equal(*told)
 
 
 def test_threads_are_not_chosen_while_others_want_the_processors(served, monkeypatch):

@@ -28,7 +28,7 @@ from outrider.core import processor
 from outrider.core.cache import cache_folder, contents, held, read_before, start, used
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
-from outrider.models.contention import ALL, contention
+from outrider.models.contention import ALL, contention, fewer
 from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
@@ -304,14 +304,27 @@ class Compiled:
             self.placed, self.trusted = time.monotonic(), min(2 * self.trusted, SELDOM)
 
     def settle(self) -> None:
-        """Stay for good with what is there now, for every shape the same: the wide package, or eager steps. Texts are read eagerly."""
+        """Stay for good with what is there now, for every shape the same: the wide package, or eager steps. Texts are read eagerly. Threads stay, too,
+        where sums hang on them."""
         self.look()
         self._start()  # for the next start
         self.packages = {"any": self.packages["any"]} if "any" in self.packages else {}
-        self.trusted = math.inf  # the same threads, too
+        self.trusted = math.inf  # threads are not chosen anew: it is these that are tried here
         for package in self.packages.values():
-            package.pinned = True
+            package.pinned = not (package.independent and self._steady(package))
         self.reason = "eager:strict-pinned" if self.reason == "eager:building" else self.reason
+
+    @torch.inference_mode()
+    def _steady(self, package: Package) -> bool:
+        """Does it give the same bits on however many threads it may come to have (`Contention`)?"""
+        for width in (1, WIDE):
+            given, threads, told = self._given(width), package.threads, list[Tensor]()
+            while threads:
+                told.append(package.on(threads, *given)[0].clone())
+                threads = fewer(threads)
+            if not all(torch.equal(told[0], other) for other in told):
+                return False
+        return True
 
     def wait(self, strict: bool = False) -> None:
         """Come back when all packages are there, or it is clear that they will not be. `strict` is the same here: `settle` chooses among them."""

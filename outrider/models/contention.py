@@ -97,11 +97,11 @@ class Contention:
         self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0
 
     def _take(self, was: float, had: int, now: float) -> None:
-        """A quarter of them: where there are many, most run undisturbed."""
+        """Calls took so many times as long as usual: fewer threads are tried."""
         if self.most == ALL:
             self.patience = min(2 * self.patience, SELDOM) if now - self.since < SELDOM else SOON
         self.was, self.before, self.trial = was, self.most, TRIED
-        self._have(had - max(had // 4, 1), now, self.patience)
+        self._have(fewer(had), now, self.patience)
 
     def _try(self, usual: Usual, shape: tuple[int, int], now: float) -> None:
         self.trial = max(self.trial - 1, 0 if self.took >= TRIAL else 1)
@@ -115,6 +115,11 @@ class Contention:
         else:  # it is not for others that calls took so long
             usual[shape] *= self.was
             self._have(self.before, now, self.patience)
+
+
+def fewer(threads: int) -> int:
+    """A quarter less: where there are many, most run undisturbed."""
+    return threads - max(threads // 4, 1)
 
 
 def switches() -> int:
