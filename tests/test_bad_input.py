@@ -58,6 +58,19 @@ def test_a_file_instead_of_a_folder(copy):
     assert error.try_this == str(copy)
 
 
+def test_a_file_of_another_format_names_what_is_read(tmp_path):
+    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
+    error = refused(lambda: outrider.load(file, []), "m.gguf is no folder", "llama.cpp's format and is not read here")
+    assert error.try_this == "the same model's folder or hub id with *.safetensors"
+
+
+def test_a_folder_without_config_is_not_the_remedy_for_a_file(tmp_path, monkeypatch):
+    (tmp_path / "weights.bin").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    error = refused(lambda: outrider.load("weights.bin", []), "weights.bin is a file")
+    assert error.try_this == "the path of a folder with config.json and *.safetensors"
+
+
 def test_a_folder_without_config(copy):
     (copy / "config.json").unlink()
     refused(lambda: outrider.load(copy, []), "holds no config.json", "save_pretrained")
@@ -67,6 +80,41 @@ def test_a_folder_without_config(copy):
 def test_a_config_that_says_nothing(copy, text):
     (copy / "config.json").write_text(text)
     refused(lambda: outrider.load(copy, []), "config", "is damaged" if text in ("", "{") else "cannot be read")
+
+
+@pytest.mark.parametrize(
+    "stored, kind",
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq", "bits": 4}, "awq"), ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"), ({"load_in_4bit": True}, "bitsandbytes, 4 bits"), ({}, "of an unnamed kind"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weights_that_are_quantised_already(folders, copy, monkeypatch, stored, kind):
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    words = (f"copy is quantised already ({kind})", "unquantised checkpoint", "quantise='int8'")
+    for dtype in ("auto", "bfloat16"):
+        refused(lambda dtype=dtype: outrider.load(copy, [], dtype=dtype), *words)
+    refused(lambda: outrider.load(folders["target"], [f"model:{copy}"]), *words)
+
+
+@pytest.mark.parametrize(
+    "missing, words",
+    [
+        (ModuleNotFoundError("No module named 'einops.layers'", name="einops.layers"), ("No module named 'einops.layers'", "pip install einops")),
+        (ImportError("\nTinyModel requires the causal-conv1d library\nbut it was not found"), ("TinyModel requires the causal-conv1d library",)),
+    ],
+    ids=["named", "told"],
+)
+def test_a_package_that_a_model_needs_and_that_is_not_here(copy, monkeypatch, missing, words):
+    def absent(*_, **__):
+        raise missing
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", absent)
+    error = refused(lambda: outrider.load(copy, []), f"{copy} needs a package", *words)
+    assert "\n" not in str(error)
 
 
 def test_a_folder_without_weights(copy):

@@ -76,8 +76,14 @@ def locate(path: str | os.PathLike[str]) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        raise OutriderError(
+            f"{path} is no folder", "GGUF is llama.cpp's format and is not read here", "the same model's folder or hub id with *.safetensors"
+        )
     if folder.exists():
-        raise OutriderError(f"{path} is a file", "a model is a folder with config.json and *.safetensors", f"{folder.parent}")
+        beside = (folder.parent / "config.json").is_file()
+        remedy = f"{folder.parent.absolute()}" if beside else "the path of a folder with config.json and *.safetensors"
+        raise OutriderError(f"{path} is a file", "a model is a folder with config.json and *.safetensors", remedy)
     if str(path).startswith((".", "/", "~")) or str(path).count("/") != 1:
         raise OutriderError(f"there is no folder {path}", "", "the path of a folder with config.json, or a hub id like owner/name")
     from huggingface_hub import snapshot_download
@@ -129,8 +135,13 @@ def load_config(folder: Path) -> Any:
 
 
 def refuse_unfit(config: Any, name: str) -> None:
-    """Refuse by name what this cache cannot roll back or mask."""
+    """Refuse by name what this cache cannot roll back or mask, and weights that were stored in fewer bits."""
     text = config.get_text_config()
+    if (stored := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)) is not None:
+        raise OutriderError(
+            f"{name} is quantised already ({_kind(stored)})", "only whole weights are read here",
+            "the original, unquantised checkpoint, with quantise='int8' if memory is short",
+        )  # fmt: skip
     odd = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION)
     recurrent = any(word in text.model_type for word in ("mamba", "rwkv", "jamba", "recurrent", "xlstm", "bamba"))
     alibi = text.model_type in ("bloom", "mpt") or bool(getattr(text, "alibi", False))
@@ -143,6 +154,13 @@ def refuse_unfit(config: Any, name: str) -> None:
         raise OutriderError(
             f"{name} ({text.model_type}) cannot run here", reason or "it is an encoder-decoder", "a decoder of full or sliding attention layers"
         )
+
+
+def _kind(stored: Any) -> str:
+    """The name of the format in which a checkpoint says that its weights are stored."""
+    told: dict[str, Any] = stored if isinstance(stored, dict) else vars(stored)
+    bits = next((f"bitsandbytes, {n} bits" for n in (4, 8) if told.get(f"load_in_{n}bit")), "of an unnamed kind")
+    return str(told.get("quant_method") or bits)
 
 
 def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
@@ -221,6 +239,11 @@ def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
     try:
         with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+    except ImportError as absent:
+        package = (absent.name or "").split(".")[0]
+        why = next((line.strip() for line in str(absent).splitlines() if line.strip()), type(absent).__name__)
+        remedy = f"pip install {package}, or another model" if package else "installing what it needs, or another model"
+        raise OutriderError(f"{folder} needs a package that is not here or cannot be imported", why, remedy) from absent
     except (RuntimeError, ValueError, OSError) as bad:
         why = "their shapes do not fit its config.json" if "mismatch" in str(bad) else str(bad).split("\n")[0]
         raise OutriderError(f"the weights of {folder} cannot be loaded", why, "copying or downloading it again") from bad
@@ -235,7 +258,7 @@ def quantised(module: Any, how: str) -> Any:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as missing:
-        raise OutriderError(f"quantise='{how}' needs torchao", str(missing), "pip install 'outrider[quantise]'") from missing
+        raise OutriderError(f"quantise='{how}' needs torchao", str(missing), "pip install '.[quantise]'") from missing
     quantize_(module, Int8WeightOnlyConfig())
     return module
 
