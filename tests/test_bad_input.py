@@ -214,6 +214,22 @@ def test_drafters_that_are_not_known(folders, drafter, words):
     refused(lambda: outrider.load(folders["target"], [drafter]), *words)
 
 
+@pytest.mark.parametrize(
+    "drafter, remedy",
+    [
+        ("lookup:4", "--drafters lookup and --depth 4 (in Python: drafters=['lookup'], depth=4)"), ("lookup:", "'lookup'"), ("lookup:x", "'lookup'"),
+        ("staged:lookup:4>model:x", "--drafters lookup and --depth 4 (in Python: drafters=['lookup'], depth=4)"),
+    ],
+)  # fmt: skip
+def test_a_drafter_that_takes_nothing_behind_its_name(folders, drafter, remedy):
+    assert refused(lambda: outrider.load(folders["target"], [drafter]), "'lookup' takes nothing behind ':'").try_this == remedy
+
+
+@pytest.mark.parametrize("count", ["²", "0x2", ""])
+def test_layers_of_an_early_exit_are_a_number(folders, count):
+    refused(lambda: outrider.load(folders["target"], [f"early-exit:{count}"]), "needs a number of layers", "early-exit:2")
+
+
 # --- requests
 
 BAD = [

@@ -70,6 +70,7 @@ def test_stream_prints_the_text_of_a_file_and_of_standard_input(outrider, folder
         (("run", "x", "--drafters", "lokup"), b"", "Try: 'lookup'"),
         (("run", "x", "--target", "/no/such/folder"), b"", "there is no folder /no/such/folder"),
         (("run", "x", "--max-tokns", "3"), b"", "--max-tokens"),
+        (("run", "x", "--drafters", "lookup:4"), b"", "Try: --drafters lookup and --depth 4"),
         (("train", "pretrain", "--recipe", "none.toml", "--data", "x"), b"", "there is no file none.toml"),
     ],
 )

@@ -22,6 +22,11 @@ def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderEr
     return OutriderError(f"unknown {kind} '{key}'", "", remedy)
 
 
+def whole(text: str) -> int | None:
+    """The number that plain decimal digits write, if there are no more of them than 64 bits hold; else None. ("²" is a digit, and no number.)"""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
 def _must(ok: bool, what: str, remedy: str) -> None:
     if not ok:
         raise OutriderError(what, "", remedy)

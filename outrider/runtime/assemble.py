@@ -20,7 +20,7 @@ from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.predict import LADDER
 from outrider.control.tables import Tables
-from outrider.core.config import LoadSettings, load_settings, nearest
+from outrider.core.config import LoadSettings, load_settings, nearest, whole
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Drafter
 from outrider.core.types import TARGET, Plan
@@ -46,6 +46,7 @@ DRAFTERS = {
     "quantised": "outrider.drafters.model:ModelDrafter",  # the target itself with cheaper weights
     "early-exit": "outrider.drafters.model:ModelDrafter",  # the target's own first layers
 }
+ALONE = ("lookup",)  # kinds that take nothing behind their name
 STAGED = "staged:"  # drafters of which each takes over from the one before
 
 
@@ -191,12 +192,15 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
         if not isinstance(spec, str):
             _refuse_foreign(spec)
         if isinstance(spec, str):
-            kind, _, path = spec.partition(":")
+            kind, colon, path = spec.partition(":")
             if kind not in DRAFTERS:
                 raise nearest(kind, [*DRAFTERS, STAGED.rstrip(":")], "drafter")
+            if kind in ALONE and colon:
+                deep = f"--drafters {kind} and --depth {path} (in Python: drafters=['{kind}'], depth={path})"
+                raise OutriderError(f"the drafter '{kind}' takes nothing behind ':'", "", f"'{kind}'" if whole(path) is None else deep)
             if kind == "model" and not path:
                 raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
-            if kind == "early-exit" and not path.isdigit():
+            if kind == "early-exit" and whole(path) is None:
                 raise OutriderError(f"the drafter '{spec}' needs a number of layers", "", "early-exit:2")
             if kind == "quantised" and path != "int8":
                 raise OutriderError(f"the drafter '{spec}' is not known", "", "quantised:int8")
