@@ -91,6 +91,18 @@ def test_what_is_wrong_is_said_with_its_place(old: str, new: str, place: str, se
     assert f"file.mlir:{place}" in str(refused.value) and sentence in str(refused.value)
 
 
+def test_programs_in_programs_without_end_are_refused() -> None:
+    with pytest.raises(OutriderError, match=r"deep\.mlir is nested too deeply to be read"):
+        opt("outrider.program @p {\n" * 2000 + "}\n" * 2000, "deep.mlir")
+
+
+@pytest.mark.parametrize("shape", ["-1 ²", "-1 \u0660", "--1", "-1 " + "9" * 5000], ids=["power", "arabic", "twice", "long"])
+def test_parents_are_plain_numbers(shape: str) -> None:
+    text = CHAIN.replace("depth 4 width 1", f'depth 2 width 1 shape "{shape}"')
+    with pytest.raises(OutriderError, match="is no tree"):
+        parse(text)
+
+
 def test_text_without_a_program_is_refused() -> None:
     for text in ("", "// nothing\n", "builtin.module {}"):
         with pytest.raises(OutriderError, match="holds no program"):
@@ -169,7 +181,9 @@ def test_a_value_is_made_before_it_is_used() -> None:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [("canonicalise", "canonicalize"), ("cse{", "cannot be read"), ("specialize{plans=1}", "options of the pass 'specialize'"),
-     ('specialize{plan="model"}', "'model' is no part of a plan"), ('specialize{profile="/nowhere"}', "is no profile"),
+     ('specialize{plan="model"}', "'model' is no part of a plan"), ('specialize{plan="model:²"}', "'model:²' is no part of a plan"),
+     (f'specialize{{plan="model:{9 * 10**22}"}}', "is no part of a plan"), (f'specialize{{plan="model:4" budget={9 * 10**22}}}', "the pass 'specialize' cannot be run"),
+     ('schedule{costs="model:²"}', "'model:²' is not understood"), ('specialize{profile="/nowhere"}', "is no profile"),
      ('schedule{costs="model:dear"}', "'model:dear' is not understood"), ("lower{x=1}", "options of the pass 'lower'"),
      ('specialize{plan="looup:8"}', "unknown drafter of this program 'looup'. Try: 'lookup'"), ("specialize{budget=-4}", "budget=-4"),
      ('schedule{order="worst-first"}', "unknown order 'worst-first'"),

@@ -297,6 +297,8 @@ def test_every_policy_replays(recorded: Trace, name: str) -> None:
     [
         ("adaptiv", "adaptive"),
         ("lookup:four", "lookup:4"),
+        ("lookup:²", "lookup:4"),
+        ("lookup:" + "9" * 5000, "unknown policy"),
         ("average:modle", "average:model"),
         ("ucb", "ucb1"),
         ("lookup+lookup:4", "lookup:4"),

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.core.config import whole
 from outrider.core.errors import OutriderError
 from outrider.options import (
     Compile,
@@ -101,9 +102,9 @@ def synthetic(
     from outrider.bench import synthetic as made_up
 
     with Console(stderr=True).status("building") as status:
-        if not all(c.strip().isdigit() and int(c) > 0 for c in contexts.split(",")):
+        used = tuple(whole(c.strip()) or 0 for c in contexts.split(","))
+        if not all(used):
             raise OutriderError(f"contexts={contexts!r} is no list of token counts", "", "128,2048")
-        used = tuple(int(c) for c in contexts.split(","))
         result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
     made_up.save(result, out)
     print(made_up.table(result))

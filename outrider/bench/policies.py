@@ -11,7 +11,7 @@ from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told, fixed
 from outrider.control.tables import Tables
 from outrider.core import tree
-from outrider.core.config import nearest
+from outrider.core.config import nearest, whole
 from outrider.core.sockets import Controller
 from outrider.core.types import MAX_NODES, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import Costs
@@ -130,8 +130,8 @@ def policy(name: str, drafters: list[str], costs: dict, tier: str, state: dict |
     kind, _, rest = name.partition(":")
     if name == "plain":
         return fixed(Plan())
-    if rest.isdigit() and set(asked := kind.split("+")) <= set(drafters) and len(set(asked)) == len(asked):
-        return fixed(chain(kind, int(rest)))
+    if (depth := whole(rest)) is not None and set(asked := kind.split("+")) <= set(drafters) and len(set(asked)) == len(asked):
+        return fixed(chain(kind, depth))
     if kind == "dynamic" and rest in drafters:
         return Threshold(lambda seqs: (chain(rest, DYNAMIC_CAP), "dynamic"))
     if kind == "average" and rest in drafters:

@@ -9,7 +9,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 from xdsl.utils.arg_spec import parse_pipeline
-from xdsl.utils.exceptions import ArgSpecParseError
+from xdsl.utils.exceptions import ArgSpecParseError, VerifyException
 
 from outrider.core.config import nearest
 from outrider.core.errors import OutriderError
@@ -47,7 +47,10 @@ class Pipeline:
             verify(module)
         for one in self.passes:
             start = time.perf_counter()
-            one.apply(CONTEXT, module)
+            try:
+                one.apply(CONTEXT, module)
+            except VerifyException as bad:  # a number that no program can hold
+                raise OutriderError(f"the pass '{one.name}' cannot be run", str(bad), "docs/ir.md says what a program can hold") from bad
             took = time.perf_counter() - start
             self.seconds[one.name] = self.seconds.get(one.name, 0.0) + took
             try:

@@ -53,6 +53,8 @@ def parse(text: str, name: str = "program") -> ModuleOp:
     except (UnregisteredConstructException, DiagnosticException, ValueError) as bad:
         line, column = _place(text, parser._current_token.span.start)
         raise OutriderError(f"{name}:{line}:{column}: {bad}", _line(text, line), HELP) from bad
+    except RecursionError as bad:
+        raise OutriderError(f"{name} is nested too deeply to be read", "programs stand beside one another", HELP) from bad
     verify(module, text)
     return module
 

@@ -12,6 +12,8 @@ from xdsl.parser import AttrParser, Parser
 from xdsl.printer import Printer
 from xdsl.utils.exceptions import VerifyException
 
+from outrider.core.config import whole
+
 POINT, SAMPLED, MIXED = "point", "sampled", "mixed"
 FREE = ("greedy", "coupled")  # rules under which the text does not hang on what was drafted
 LAWFUL = ("exact", "k_seq", "block")  # lossless ones that owe every drawn node a verdict
@@ -92,7 +94,7 @@ def value_of(attr: Attribute | None) -> int | None:
 def parents_of(shape: str) -> list[int]:
     """The nodes of a fixed tree, by their parents, which stand before them; -1 for the root. Siblings in the order of their rank."""
     words = shape.split()
-    if not words or any(not w.removeprefix("-").isdigit() or not -1 <= int(w) < i for i, w in enumerate(words)):
+    if not words or any(whole(w.removeprefix("-")) is None or not -1 <= int(w) < i for i, w in enumerate(words)):
         raise VerifyException(f"'{shape}' is no tree: each node's parent, -1 for the root, before it, as in '-1 -1 0 0 1'")
     return [int(w) for w in words]
 

@@ -5,6 +5,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
+from outrider.core.config import whole
 from outrider.ir.deciding import ScoreOp
 from outrider.ir.drafting import ProposeOp, PruneOp, RelayOp
 from outrider.ir.text import programs
@@ -15,8 +16,7 @@ EARLY_EXIT = "early-exit:"
 
 def layers_of(drafter: str) -> int | None:
     """How many of the target's layers a drafter is made of."""
-    count = drafter.removeprefix(EARLY_EXIT)
-    return int(count) if drafter.startswith(EARLY_EXIT) and count.isdigit() else None
+    return whole(drafter.removeprefix(EARLY_EXIT)) if drafter.startswith(EARLY_EXIT) else None
 
 
 class InlineEarlyExit(ModulePass):

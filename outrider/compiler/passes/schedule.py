@@ -114,7 +114,7 @@ def _pairs(text: str, *, number: bool = False) -> dict[str, str]:
     out = {}
     for word in text.split():
         name, _, value = word.rpartition(":")
-        if not name or (number and not value.replace(".", "", 1).isdigit()):
+        if not name or (number and not value.replace(".", "", 1).isdecimal()):
             raise OutriderError(f"'{word}' is not understood", "", "DRAFTER:VALUE, as in 'lookup:0.02 model:0.3'")
         out[name] = value
     return out

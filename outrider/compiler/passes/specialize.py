@@ -16,7 +16,7 @@ from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
-from outrider.core.config import nearest
+from outrider.core.config import nearest, whole
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
 from outrider.ir.drafting import ProposeOp, PruneOp, RelayOp
@@ -35,7 +35,7 @@ def plan_of(text: str, budget: int = 0) -> Plan:
     for word in text.split():
         name, _, size = word.rpartition(":")
         depth, _, width = size.partition("x")
-        if not name or not depth.isdigit() or not (width or "1").isdigit():
+        if not name or whole(depth) is None or whole(width or "1") is None:
             raise OutriderError(f"'{word}' is no part of a plan", "", "DRAFTER:DEPTH or DRAFTER:DEPTHxWIDTH, as in 'lookup:8 model:4x2'")
         drafters.append((name, int(depth), int(width or 1)))
     return Plan(tuple(drafters), budget)
