@@ -11,6 +11,7 @@ import transformers as hf
 from tiny import tiny_folder, tiny_folders
 
 import outrider
+from outrider.core import cache
 from outrider.core.errors import OutriderError
 from outrider.core.types import SamplingParams
 from outrider.models import load as loading
@@ -162,6 +163,13 @@ def test_a_draft_that_is_damaged_is_refused_before_the_target_is_read(folders, c
     monkeypatch.setattr(loading, "load_model", lambda *a, **k: pytest.fail("the target was read"))
     (copy / "config.json").unlink()
     refused(lambda: outrider.load(folders["target"], [f"model:{copy}"]), "holds no config.json")
+
+
+def test_a_cache_that_nobody_has_a_home_for(monkeypatch):
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    monkeypatch.setattr(cache.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    for asked in (cache.cache_folder, cache.cache_place):
+        refused(asked, "there is no cache folder. Could not determine home directory. Try: OUTRIDER_CACHE=FOLDER")
 
 
 # --- pairs

@@ -9,10 +9,16 @@ from pathlib import Path
 
 from outrider.core.errors import OutriderError
 
+REMEDY = "OUTRIDER_CACHE=FOLDER, of one that can be written to"
+
 
 def cache_place() -> Path:
-    """Where what was built and measured is kept between processes: OUTRIDER_CACHE, or ~/.cache/outrider."""
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").absolute()
+    """Where what was built and measured is kept between processes: OUTRIDER_CACHE, or ~/.cache/outrider. Raises OutriderError where nobody's home
+    is known and no other place is named."""
+    try:
+        return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider").absolute()
+    except RuntimeError as homeless:
+        raise OutriderError("there is no cache folder", str(homeless).rstrip("."), REMEDY) from homeless
 
 
 def cache_folder() -> Path:
@@ -24,7 +30,7 @@ def cache_folder() -> Path:
             return folder
     except OSError as bad:
         why = bad.strerror or str(bad)
-    raise OutriderError(f"the cache folder {folder} is of no use", why, "OUTRIDER_CACHE=FOLDER, of one that can be written to")
+    raise OutriderError(f"the cache folder {folder} is of no use", why, REMEDY)
 
 
 def contents(file: Path) -> bytes:

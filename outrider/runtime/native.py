@@ -98,7 +98,7 @@ class Host:
             elif given:
                 self.tier = "python:no-such-folder"
                 log.warning("%s=%s is no folder: the host's part of a step stays in Python. Try: python, or leaving it out", SWITCH, given)
-        except (OSError, RuntimeError):  # sources in an archive; a home that is not to be read; nobody's home
+        except (OSError, RuntimeError, OutriderError):  # sources in an archive; a home that is not to be read; nobody's home
             self.tier = "python:no-cache"
 
     def _use(self, folder: Path) -> None:
