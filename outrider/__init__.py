@@ -11,6 +11,7 @@ from outrider.runtime.native import host
 
 if TYPE_CHECKING:
     from outrider import reference
+    from outrider.core.config import LoadSettings
     from outrider.core.types import SamplingParams
     from outrider.runtime.assemble import load
     from outrider.runtime.door import Chunk, Generation, Runtime
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 host.find()
 
 __version__ = "0.1.0"
-__all__ = ["Chunk", "Generation", "OutriderError", "Runtime", "SamplingParams", "load", "reference"]
+__all__ = ["Chunk", "Generation", "LoadSettings", "OutriderError", "Runtime", "SamplingParams", "load", "reference"]
 _LAZY = {
     "load": "outrider.runtime.assemble",
     "Runtime": "outrider.runtime.door",
     "Generation": "outrider.runtime.door",
     "Chunk": "outrider.runtime.door",
+    "LoadSettings": "outrider.core.config",
     "SamplingParams": "outrider.core.types",
 }
 

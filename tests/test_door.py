@@ -215,6 +215,11 @@ def test_a_stop_string_among_the_first_min_tokens_ends_nothing(depth):
     assert "".join(c.text for c in runtime.stream("x", stop="b-", min_tokens=4)) == whole.text
 
 
+def test_what_load_takes_is_told_by_the_package_itself():
+    assert set(outrider.__all__) >= {"LoadSettings", "SamplingParams"} and all(hasattr(outrider, name) for name in outrider.__all__)
+    assert "context" in outrider.LoadSettings.__doc__ and outrider.LoadSettings().rows == 4
+
+
 # --- chats
 
 
