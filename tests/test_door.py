@@ -226,7 +226,7 @@ def test_what_load_takes_is_told_by_the_package_itself():
 def test_a_chat_needs_a_template_and_a_message(folders, rt):
     with pytest.raises(OutriderError, match="no chat template") as refused:
         outrider.load(folders["bare"], []).chat([{"role": "user", "content": "sea"}])
-    assert "generate" in refused.value.try_this
+    assert "generate" in refused.value.try_this and "`outrider run` without --chat" in refused.value.try_this
     with pytest.raises(OutriderError, match="conversation is empty"):
         rt.chat([])
     assert rt.generate("sea", **HOW).finish_reason == "length"

@@ -168,7 +168,9 @@ class Runtime:
 
     def _encode_chat(self, messages: list[Message]) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
-            raise OutriderError("this model has no chat template", "", "generate(prompt), or a model that was trained on chats")
+            raise OutriderError(
+                "this model has no chat template", "", "generate(prompt) or `outrider run` without --chat, or a model that was trained on chats"
+            )
         if not messages:
             raise OutriderError("the conversation is empty", "", "[{'role': 'user', 'content': ...}]")
         for message in messages:
