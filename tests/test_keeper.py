@@ -140,6 +140,14 @@ def test_who_learned_nothing_overwrites_nothing(folders, tmp_path):
     assert profile.load(file, third.keeper.mark) == learned and learned["costs"]["catch_up"]["model @ 8"][1] > 0.01
 
 
+def test_whether_a_profile_was_written_is_said(folders, tmp_path, caplog):
+    (in_the_way := tmp_path / "file").write_text("")
+    assert pair(folders, profile=tmp_path / "p.json").keeper.save() and not pair(folders, profile="off").keeper.save()
+    keeper = pair(folders, profile=tmp_path / "q.json").keeper
+    keeper.file = in_the_way / "q.json"
+    assert not keeper.save() and "q.json was not written" in caplog.text
+
+
 def test_profile_off_writes_nothing_and_auto_writes_in_the_cache_folder(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     off = pair(folders, profile="off")

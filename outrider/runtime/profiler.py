@@ -318,12 +318,14 @@ class Keeper:
         except Exception as failed:  # whatever a model raises
             log.warning("costs were not measured (%s: %s): they are learned step by step", type(failed).__name__, failed)
 
-    def save(self) -> None:
-        """Write what was learned; a disk that refuses costs nothing but the profile."""
+    def save(self) -> bool:
+        """Write what was learned, and say whether it was written; a disk that refuses costs nothing but the profile."""
         if self.file is None:
-            return
+            return False
         self.saved = time.monotonic()
         try:
             self.base = profile.save(self.file, self.mark, self.tables.state(), self.base)
         except (OSError, OutriderError) as unable:
             log.warning("the profile %s was not written: %s", self.file, unable)
+            return False
+        return True
