@@ -26,6 +26,7 @@ from outrider.options import (
     MinP,
     Profile,
     Program,
+    Quantise,
     RuleName,
     Seed,
     Slowdown,
@@ -38,6 +39,7 @@ from outrider.options import (
     TopK,
     TopP,
     Width,
+    writable,
 )
 from outrider.train.commands import train
 
@@ -57,14 +59,18 @@ def _load(target: str | None, draft: str | None, drafters: str | None, *, rows: 
 
     import outrider
 
-    if draft and drafters == "off":
-        raise OutriderError(f"--drafters off and --draft {draft}", "one says that nobody drafts, and one who does", "one of the two")
-    names = None if drafters is None else [] if drafters == "off" else [d for d in drafters.split(",") if d]
-    if draft:
-        names = [*(names or []), f"model:{draft}"]
+    names = _named(draft, drafters)
     first = " (compiling takes a minute or two, once)" if settings.get("compile") == "wait" else ""
     with Console(stderr=True).status(f"loading{first}"):
         return outrider.load(target, names, rows=rows, **settings)
+
+
+def _named(draft: str | None, drafters: str | None) -> list[str] | None:
+    """Who drafts, by the options; None: nobody said."""
+    if draft and drafters == "off":
+        raise OutriderError(f"--drafters off and --draft {draft}", "one says that nobody drafts, and one who does", "one of the two")
+    names = None if drafters is None else [] if drafters == "off" else [d for d in drafters.split(",") if d]
+    return [*(names or []), f"model:{draft}"] if draft else names
 
 
 def _prompt(given: str) -> str:
@@ -115,6 +121,7 @@ def run(
     seed: Seed = None, rule: RuleName = None, stop: Stop = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of that many tokens beside the chosen one.")] = None,
     compile: Compile = "auto", strict: Strict = False, threads: Threads = None, profile: Profile = "auto", slowdown_limit: Slowdown = 0.05,
+    quantise: Quantise = None,
     explain: Annotated[bool, typer.Option("--explain-divergence", help="Write it without drafting too; say where the two part, and why.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
     program: Program = None, as_json: AsJson = False, config: Config = None,
@@ -131,7 +138,7 @@ def run(
     text = _prompt(prompt)
     rt = _load(
         target, draft, drafters, depth=depth, width=width, budget=budget, device=device, dtype=dtype, context=context, compile=compile,
-        strict=strict, threads=threads, profile=profile, slowdown_limit=slowdown_limit, program=program,
+        strict=strict, threads=threads, profile=profile, slowdown_limit=slowdown_limit, quantise=quantise, program=program,
     )  # fmt: skip
     knobs = {
         "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule,
@@ -181,14 +188,20 @@ def _print_json(out: Any) -> None:
 @app.command()
 def chat(
     target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, max_tokens: Tokens = 256,
-    temperature: Temperature = 0.0, seed: Seed = None, device: Device = "auto", dtype: DType = "auto",
-    compile: Compile = "auto", strict: Strict = False, threads: Threads = None, program: Program = None,
-    system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None,
+    temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0, min_p: MinP = 0.0, seed: Seed = None, rule: RuleName = None,
+    device: Device = "auto", dtype: DType = "auto", context: Context = None, compile: Compile = "auto", strict: Strict = False,
+    threads: Threads = None, profile: Profile = "auto", quantise: Quantise = None, program: Program = None,
+    system: Annotated[str | None, typer.Option(help="What the assistant is told first.")] = None, config: Config = None,
 ) -> None:  # fmt: skip
-    """Talk with the target. Earlier turns are not computed again. An empty line or Ctrl-D ends it."""
-    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, strict=strict, threads=threads, program=program)
+    """Talk with the target, by its tokenizer's chat template. Earlier turns are not computed again. An empty line or Ctrl-D ends it."""
+    rt = _load(
+        target, draft, drafters, depth=depth, device=device, dtype=dtype, context=context, compile=compile, strict=strict, threads=threads,
+        profile=profile, quantise=quantise, program=program,
+    )  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
-    how = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    how = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule,
+    }  # fmt: skip
     rt.stream([*messages, {"role": "user", "content": "?"}], **how).close()  # what cannot be is refused before anybody types
     while line := _ask():
         messages.append({"role": "user", "content": line})
@@ -213,7 +226,8 @@ def _ask() -> str:
 def profile(
     target: Target = None, draft: Draft = None, drafters: Drafters = None, device: Device = "auto", dtype: DType = "auto", context: Context = None,
     compile: Compile = "wait", threads: Threads = None, rows: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
-    patience: Annotated[float, typer.Option(min=0.1, help="Seconds for each situation.")] = 4.0, file: Profile = "auto",
+    patience: Annotated[float, typer.Option(min=0.1, help="Seconds for each situation.")] = 4.0,
+    file: Annotated[str, typer.Option(help="Where it is kept: auto (in the cache folder), or a file.")] = "auto", quantise: Quantise = None,
 ) -> None:  # fmt: skip
     """Measure what steps cost here, at every number of drafted tokens, and how often guesses are right by rank; keep it for every later start."""
     from rich.console import Console
@@ -221,25 +235,34 @@ def profile(
     from outrider.bench.prompts import few
     from outrider.runtime import profiler
 
-    rt = _load(target, draft, drafters, device=device, dtype=dtype, context=context, compile=compile, threads=threads, rows=rows, profile=file)
-    if rt.keeper is None:
+    if _named(draft, drafters) == []:
         raise OutriderError("there is nothing to profile without drafters", "plain decoding decides nothing", "--drafters lookup")
+    if file == "off":
+        raise OutriderError("--file off keeps nothing", "a profile is measured to be kept", "--file with the name of a file, or leaving it out")
+    writable(None if file == "auto" else Path(file))
+    rt = _load(
+        target, draft, drafters, device=device, dtype=dtype, context=context, compile=compile, threads=threads, rows=rows, profile=file,
+        quantise=quantise,
+    )  # fmt: skip
     with Console(stderr=True).status("measuring") as status:
         for used, together, sampled in profiler.situations(rt.engine.target.spec.context, rows):
             status.update(f"measuring {together} rows at {used} tokens, {'sampled' if sampled else 'greedy'}")
             profiler.sweep(rt.engine, rt.keeper.tables, context=used, rows=together, sampled=sampled, patience=patience, repeats=20)
         status.update("counting how often guesses are right, by rank")
         profiler.rank(rt.engine, rt.keeper.tables, few(rt), patience=patience)
-    rt.keeper.save()
-    print(profiler.table(rt.keeper.tables.costs), f"kept in {rt.keeper.file}", sep="\n")
+    print(profiler.table(rt.keeper.tables.costs))
+    if not rt.keeper.save():
+        raise OutriderError(f"the profile {rt.keeper.file} was not written", "the warning above says why", "--file with a file of your own")
+    print(f"kept in {rt.keeper.file}")
 
 
 @app.command()
 def plan(
     target: Target = None, draft: Draft = None, drafters: Drafters = None, depth: Ahead = None, device: Device = "auto", dtype: DType = "auto",
-    compile: Compile = "auto", threads: Threads = None, profile: Profile = "auto", program: Program = None,
+    compile: Compile = "auto", threads: Threads = None, profile: Profile = "auto", quantise: Quantise = None, program: Program = None,
     prompt: Annotated[str | None, typer.Option(help="Write a continuation of this first, and say why each step was what it was.")] = None,
-    max_tokens: Tokens = 128, trace: Annotated[Path | None, typer.Option(help="Where that run's timeline goes (Perfetto, or steps as *.jsonl).")] = None,
+    max_tokens: Tokens = 128,
+    trace: Annotated[Path | None, typer.Option(callback=writable, help="Where that run's timeline goes (Perfetto, or steps as *.jsonl).")] = None,
     as_json: AsJson = False,
     code: Annotated[bool, typer.Option("--code", help="Also the program, and the step that is generated for the plan that is chosen now.")] = False,
 ) -> None:  # fmt: skip
@@ -247,11 +270,12 @@ def plan(
     from outrider.control.explain import text
     from outrider.measure.trace import write
 
-    if trace and (prompt is None or trace.is_dir()):
-        raise OutriderError(
-            f"--trace {trace} cannot be written", "it is a folder" if prompt else "nothing is run without --prompt", "--prompt TEXT --trace FILE"
-        )
-    rt = _load(target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, program=program)
+    if trace and prompt is None:
+        raise OutriderError(f"--trace {trace} cannot be written", "nothing is run without --prompt", "--prompt TEXT --trace FILE")
+    rt = _load(
+        target, draft, drafters, depth=depth, device=device, dtype=dtype, compile=compile, threads=threads, profile=profile, quantise=quantise,
+        program=program,
+    )  # fmt: skip
     reasons: dict[str, int] = {}
     if prompt is not None:
         rt.engine.ring = deque()  # all of its steps, however many

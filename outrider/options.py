@@ -41,6 +41,18 @@ def there(folder: Path) -> Path:
     return folder
 
 
+def writable(file: Path | None) -> Path | None:
+    """Make the folder of a file that is written at the end, and refuse a place where it could not be, before anything is loaded."""
+    if file is None:
+        return None
+    if file.is_dir():
+        raise OutriderError(f"{file} cannot be written", "it is a folder", f"the name of a file, e.g. {file / 'FILE'}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(file.parent, os.W_OK | os.X_OK) or (file.exists() and not os.access(file, os.W_OK)):
+        raise OutriderError(f"{file} cannot be written", "you may not", "a file in a folder of your own")
+    return file
+
+
 Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; default: the embedded reference pair.")]
 Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
 Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]
@@ -56,7 +68,8 @@ Compile = Annotated[str, typer.Option("--compile", help="auto: compiled steps ar
 Program = Annotated[Path | None, typer.Option(help="A pipeline of your own, as text (docs/ir.md); it runs for requests of its rule.")]
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits with and without drafting; slower.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch; default: its own choice.")]
-Context = Annotated[int | None, typer.Option(help="Tokens a text can hold.")]
+Context = Annotated[int | None, typer.Option(help="Tokens a text can hold; default: 4,096 or the model's limit, whichever is less.")]
+Quantise = Annotated[str | None, typer.Option(help="int8: the target's weights in 8-bit integers (pip install '.[quantise]').")]
 Tokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 is off.")]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +163,30 @@ def test_profile_keeps_costs_and_chances_by_rank(outrider, folders, tmp_path):
     assert [cell for cell in data["next"] if cell.startswith("model r")] == [f"model r{k}" for k in range(4)]
 
 
+def test_a_profile_that_was_not_written_is_said_and_is_exit_code_2(outrider, folders, tmp_path, monkeypatch):
+    """What was measured is shown all the same."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider.measure.profile.save", full)
+    how = ("--target", folders["target"], "--drafters", "lookup", "--compile", "off", "--patience", 0.1)
+    code, out, err = outrider("profile", *how, "--file", tmp_path / "p.json")
+    assert code == 2 and "a step that verifies, ms" in out and "kept in" not in out and f"the profile {tmp_path / 'p.json'} was not written" in err
+
+
+def test_a_profile_that_could_not_be_is_refused_before_anything_is_loaded(outrider, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.load", None)
+    for words, says in (
+        (("--drafters", "off"), "there is nothing to profile without drafters"),
+        (("--drafters", ","), "there is nothing to profile without drafters"),
+        (("--file", "off"), "--file off keeps nothing"),
+        (("--file", tmp_path), f"{tmp_path} cannot be written. it is a folder"),
+    ):
+        code, _, err = outrider("profile", *words)
+        assert code == 2 and says in err and "Try: " in err
+
+
 def test_plan_shows_the_program_and_its_code(outrider, folders):
     code, out, _ = outrider("plan", "--target", folders["target"], "--draft", folders["draft"], "--drafters", "lookup", "--code", "--profile", "off")
     assert code == 0 and "outrider.program @default {" in out and "def step(parts, now):" in out
@@ -240,6 +265,50 @@ def test_a_folder_that_cannot_hold_results_is_refused_before_anything_is_measure
     monkeypatch.setattr("os.access", lambda path, mode: False)
     code, _, err = outrider("bench", bench, "--out", tmp_path / "new")
     assert code == 2 and "nothing can be written into" in err and "--out" in err
+
+
+@pytest.mark.parametrize("command", [("bench", "schedule", "--out", "results"), ("plan", "--prompt", "hi")], ids=" ".join)
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(outrider, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("outrider.load", None)
+    (in_the_way := tmp_path / "file").write_text("kept")
+    for trace, says in ((tmp_path, "it is a folder"), (in_the_way / "t.jsonl", f"{in_the_way}: File exists")):
+        code, _, err = outrider(*command, "--trace", trace)
+        assert code == 2 and says in err and err.count("\n") == 1, err
+    for mine, file in ((tmp_path, tmp_path / "t.jsonl"), (in_the_way, in_the_way)):
+        monkeypatch.setattr("os.access", lambda path, mode, mine=mine: Path(path) != mine or not mode & os.W_OK)
+        code, _, err = outrider(*command, "--trace", file)
+        assert code == 2 and f"{file} cannot be written. you may not" in err
+    assert in_the_way.read_text() == "kept"
+
+
+def test_contexts_that_are_no_numbers_are_refused(outrider, tmp_path):
+    for contexts in ("²", "128,²", "0", "128,", "9" * 5000):
+        code, _, err = outrider("bench", "synthetic", "--contexts", contexts, "--out", tmp_path)
+        assert code == 2 and "is no list of token counts" in err and "Try: 128,2048" in err
+
+
+def test_options_of_run_and_chat_arrive(outrider, tmp_path, monkeypatch):
+    """Those of loading, and in a chat those of its texts, from flags or from a file."""
+    loaded, asked = [], []
+
+    class Talking:
+        def stream(self, messages, **knobs):
+            asked.append(knobs)
+            return (part for part in ())
+
+    monkeypatch.setattr("outrider.load", lambda target, names, **settings: (loaded.append(settings), Talking())[1])
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    (file := tmp_path / "mine.toml").write_text('top_k = 7\nprofile = "off"\n')
+    words = ("--context", 99, "--quantise", "int8", "--top-p", 0.9, "--min-p", 0.1, "--rule", "exact", "--config", file)
+    assert outrider("chat", *words)[0] == 0
+    assert {"context": 99, "quantise": "int8", "profile": "off"}.items() <= loaded[0].items()
+    assert {"top_k": 7, "top_p": 0.9, "min_p": 0.1, "rule": "exact"}.items() <= asked[0].items()
+    for command in (("run", "hi"), ("plan",), ("profile",)):
+        monkeypatch.setattr("outrider.load", lambda target, names, **settings: (loaded.append(settings), 1 / 0)[1])
+        with pytest.raises(ZeroDivisionError):
+            outrider(*command, "--quantise", "int8")
+        assert loaded[-1]["quantise"] == "int8"
 
 
 def test_what_looks_like_a_file_and_is_none_is_said(outrider, folders):

@@ -17,6 +17,7 @@ from outrider.options import (
     Target,
     Threads,
     Tokens,
+    writable,
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine, baselines beside it, in one run.")
@@ -151,7 +152,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender wri
 def schedule_(
     count: Count = 5, max_tokens: Tokens = 256, rounds: Rounds = 3, target: Target = None, draft: Draft = None, device: Device = "auto",
     dtype: DType = "bfloat16", compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "schedule",
-    trace: Annotated[Path | None, typer.Option(help="Also keep the recorded trace there.")] = None, out: Out = Path("docs/results"),
+    trace: Annotated[Path | None, typer.Option(callback=writable, help="Also keep the recorded trace there.")] = None, out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """The adaptive scheduler against every fixed plan, live and replayed, with others' rules and two oracles."""
     from rich.console import Console
