@@ -3,6 +3,7 @@ ones have its distribution, whatever the clock makes the controller believe."""
 
 import itertools
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,10 +66,26 @@ def test_what_rests_goes_on_resting_when_another_text_of_the_batch_ends() -> Non
     rows, sleep = engine.controller.rows, engine.controller.sleep
     for seq, rest in ((gone, 30), (stays, 50)):
         rows[seq.request.id].rest = dict.fromkeys(CHEAPEST, rest)
-    sleep.rest(list(rows.values()))
+    sleep.rest(list(rows.values()), 30)
     engine.step()
     engine.cancel(gone)
     assert sleep.left == 0 and rows[stays.request.id].rest == dict.fromkeys(CHEAPEST, 49)
+
+
+@pytest.mark.parametrize("allowed, sleeps", [(None, 0), (frozenset({"model"}), 7), (frozenset({"model", "weak"}), 4)])
+def test_nobody_is_kept_asleep_by_who_rests_longer(allowed: frozenset[str] | None, sleeps: int) -> None:
+    """Who wakes in the next step is looked at there, whatever others have left of their rests; who is not wanted wakes nobody."""
+    engine = adapting(1, np.random.default_rng(3))
+    seq = engine.submit(replace(request([5, 2, 3], "r", max_tokens=40), drafters=allowed))
+    engine.step()
+    controller = engine.controller
+    controller.rows[seq.request.id].rest = {"lookup": 1, "model": 8, "weak": 5}
+    engine.step()
+    assert controller.sleep.left == sleeps and seq.records[-1].reason == "off:resting"
+    for _ in range(sleeps + 1):
+        assert not controller.looked
+        engine.step()
+    assert controller.looked == (("lookup",) if allowed is None else ("weak",) if "weak" in allowed else ("model",))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,6 +3,7 @@ Tables of measured costs: what a curve keeps, assumes and believes."""
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -299,6 +300,19 @@ def test_a_long_catching_up_is_counted_apart_from_levels() -> None:
     assert costs.catching_up("model", AT, 200) == pytest.approx(200 * costs.catch_up["model"][7])
     costs.drafted("model", AT, 2, 2.0, behind=FAR)
     assert costs.draft["model", AT].seen[2][0] == 51
+
+
+@pytest.mark.parametrize("kept", [{}, {"catch_up": {"model @ 7": [1, 0.0], "model @ 9": [1, 0.0]}}])
+def test_a_reading_that_seemed_to_cost_nothing_gets_its_price(kept: dict[str, Any]) -> None:
+    """The first one was as quick as the level behind it was believed to be; so one is held to be no news, and all of them are."""
+    costs = table(model=measured({1: 0.5, 2: 1.0}))
+    costs.take(costs.state() | kept)
+    costs.drafted("model", AT, 1, 0.4, behind=100)
+    assert costs.catching_up("model", AT, 100) == pytest.approx(0.05)
+    for behind in (100, 500):
+        for _ in range(60):
+            costs.drafted("model", AT, 1, 0.5 + behind * 0.02, behind=behind)
+        assert costs.catching_up("model", AT, behind) == pytest.approx(behind * 0.02, rel=0.01)
 
 
 def test_a_reading_that_was_timed_cold_is_soon_forgotten() -> None:

@@ -207,6 +207,8 @@ def curve(**cells: list[float]) -> dict:
             {"past": {"looks": [4]}},
             {"past": {"requests": [4, None]}},
             {"past": {"looks": [-4, 0.5]}},
+            {"past": {"looks": [5, -1e308], "requests": [5, 0.0]}},
+            {"hedge": {"weights": {"lookup": [5, 800.0]}}},
         ],
     ),
     ids=str,

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from dataclasses import replace as changed
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from contracts import run
@@ -319,6 +320,16 @@ def test_others_policies_do_what_their_rules_say() -> None:
     bandit = Bandit([Plan(), chain("model", 8)])
     replay(trace(1, priced, {"model": lambda t, d: 0.95}, length=900), bandit)
     assert bandit.pulls[1] > 3 * bandit.pulls[0]
+
+
+def test_the_bandit_is_not_charged_for_prompts() -> None:
+    """Nor is it told that the slowest step was the best there is, for being the first."""
+    bandit = Bandit([Plan(), chain("model", 8)])
+    for seconds, prefill in ((0.31, 0.3), (0.012, 0.0), (0.31, 0.3)):
+        plan, _ = bandit.choose([])
+        took = {"prefill": prefill}
+        bandit.learn([], SimpleNamespace(emitted=(1 + bool(plan.drafters),), reading=SimpleNamespace(seconds=seconds), seconds=took))
+    assert bandit.pulls == [1, 2] and bandit.means == pytest.approx([100.0, (2 / 0.012 + 2 / 0.01) / 2])
 
 
 def test_auc_and_calibration_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from tiny import tiny_folder
@@ -86,3 +87,54 @@ def test_the_guarantee_is_held_against_plain_decoding_of_the_same_minute(tmp_pat
     guarantee.save(result, tmp_path)
     assert len((tmp_path / "guarantee.md").read_text().splitlines()) == 2 + len(result["rows"])
     assert json.loads((tmp_path / "guarantee.json").read_text())["rows"] == result["rows"]
+
+
+class Slept:
+    """A runtime whose texts of two tokens take two steps of a second each, three to read the prompt, and five at their end."""
+
+    def __init__(self, monkeypatch):
+        self.time, self.tokenizer, self.engine = 0.0, None, self
+        self.target, self.drafters, self.controller = None, {}, SimpleNamespace(ledger=SimpleNamespace(stalls=0, debts=0))
+        monkeypatch.setattr(schedule.time, "perf_counter", lambda: self.time)
+
+    def request(self, tokens, **settings):
+        return settings["max_tokens"]
+
+    def submit(self, request):
+        return SimpleNamespace(finish_reason=None, records=[], produced=0)
+
+    def advance(self, seqs):
+        (seq,) = seqs
+        seq.records.append(
+            SimpleNamespace(reading=SimpleNamespace(seconds=1.0 if seq.records else 4.0), seconds={"prefill": 0.0 if seq.records else 3.0})
+        )
+        self.time += seq.records[-1].reading.seconds
+        seq.produced += 1
+        if seq.produced == 2:
+            seq.finish_reason, self.time = "length", self.time + 5.0
+
+
+def test_what_is_done_at_a_text_s_end_counts(monkeypatch):
+    """What was learned is looked at there, after the last record."""
+    monkeypatch.setattr(Prompt, "encode", lambda self, tokenizer: [1])
+    assert schedule.Writer(Slept(monkeypatch))(Prompt("a", "story", "text", None, 0.0), 2).pace == (2 * 1.0 + 5.0) / 2
+
+
+def test_rounds_in_which_a_promise_was_broken_are_counted(monkeypatch):
+    """By how much at most, and the debts of this text alone."""
+    ledger, pace = SimpleNamespace(stalls=4, debts=3), iter([1.0, 9.0, 1.0] * 5)
+    seq = SimpleNamespace(records=[SimpleNamespace(seconds={})], produced=8)
+
+    class Guarded:
+        def __init__(self, rt, speculation="auto"):
+            self.takes = speculation == "auto"
+
+        def __call__(self, prompt, max_tokens):
+            ledger.debts += self.takes
+            return schedule.Written(seq, next(pace) if self.takes else 1.0)
+
+    monkeypatch.setattr(guarantee, "Writer", Guarded)
+    rt = SimpleNamespace(engine=SimpleNamespace(controller=SimpleNamespace(ledger=ledger)))
+    row = guarantee._paired(lambda *_: schedule.Written(seq, 1.0), rt, None, 8, 7)
+    assert (row["beyond"], row["ratio"], row["stalls"], row["debts"]) == (2, 1.0, 0, 7)
+    assert row["most"] == pytest.approx(9.0 - 1.05 - GRANT / 8)

@@ -17,14 +17,14 @@ import outrider
 from outrider import reference
 from outrider.bench import prompts, synthetic
 from outrider.bench.report import provenance, save_as
-from outrider.bench.schedule import PLAIN, Writer, seconds_per_token
+from outrider.bench.schedule import PLAIN, Writer, Written
 from outrider.compiler.jit import Jit
 from outrider.compiler.opt import PLAIN as FACTS
 from outrider.compiler.passes.specialize import plan_of, profiled
 from outrider.compiler.pipeline import FRONT
 from outrider.control.fixed import fixed
 from outrider.core.sockets import Controller
-from outrider.core.types import Plan, Sequence
+from outrider.core.types import Plan
 from outrider.ir.text import parse
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
@@ -62,7 +62,7 @@ class Stage(Writer):
         super().__init__(rt, controller)
         self.jit = jit
 
-    def __call__(self, prompt: prompts.Prompt, max_tokens: int) -> Sequence:
+    def __call__(self, prompt: prompts.Prompt, max_tokens: int) -> Written:
         engine = self.rt.engine
         before, engine.jit = engine.jit, self.jit
         try:
@@ -144,8 +144,8 @@ def _run(writers: dict[str, Writer], asked: list[prompts.Prompt], max_tokens: in
         for i, prompt in enumerate(asked):
             progress(f"round {turn + 1} of {rounds}, {prompt.id}")
             for name in (names + names)[(i + turn) % len(names) :][: len(names)]:
-                seq = writers[name](prompt, max_tokens)
-                seconds[name][prompt.id].append(seconds_per_token(seq))
+                seq, pace = writers[name](prompt, max_tokens)
+                seconds[name][prompt.id].append(pace)
                 nodes[name].append(sum(sum(r.drafted) for r in seq.records) / len(seq.records))
                 accepted[name][0] += sum(sum(r.accepted) for r in seq.records)
                 accepted[name][1] += sum(sum(r.drafted) for r in seq.records)

@@ -12,7 +12,7 @@ import outrider
 from outrider import reference
 from outrider.bench import prompts
 from outrider.bench.report import provenance, save_as
-from outrider.bench.schedule import Writer, seconds_per_token
+from outrider.bench.schedule import Writer
 from outrider.control.guard import GRANT, READING
 from outrider.core.types import Draft
 from outrider.drafters.model import ModelDrafter
@@ -69,8 +69,6 @@ def guarantee(count: int = 1, max_tokens: int = 256, rounds: int = 7, progress: 
             for prompt in asked:
                 progress(f"{case}: {prompt.id}")
                 rows.append({"case": case, "prompt": prompt.id, **_paired(Writer(plain), rt, prompt, max_tokens, rounds)})
-                ledger = rt.engine.controller.ledger  # type: ignore[attr-defined]
-                rows[-1] |= {"stalls": ledger.stalls, "debts": ledger.debts}
     return {"where": provenance(), "settings": {"rounds": rounds, "max_tokens": max_tokens, **settings}, "rows": rows}
 
 
@@ -87,21 +85,33 @@ def _random_weights(folder: Path) -> Path:
 
 
 def _paired(plain: Writer, rt: Runtime, prompt: prompts.Prompt, max_tokens: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds of guarded / plain and of plain / plain, per token, and what was promised. `off`: of the guarded runtime, told not to
-    speculate: one whose weights lie elsewhere in memory is not as fast as another, and that is not what the guard can see."""
+    """Medians over rounds of guarded / plain and of plain / plain, per token, and what was promised; `beyond`: rounds in which the ratio was more than
+    that, and `most`, by how much at most. `off`: of the guarded runtime, told not to speculate: one whose weights lie elsewhere in memory is not as
+    fast as another, and that is not what the guard can see."""
     ratios, same, promise, off = [], [], [], []
-    guarded, still = Writer(rt), Writer(rt, speculation="off")
+    guarded, still, ledger = Writer(rt), Writer(rt, speculation="off"), rt.engine.controller.ledger  # type: ignore[attr-defined]
+    stalls, debts = ledger.stalls, ledger.debts
     for _ in range(rounds):
-        a, b, d, c = plain(prompt, max_tokens), guarded(prompt, max_tokens), still(prompt, max_tokens), plain(prompt, max_tokens)
-        base = (seconds_per_token(a) + seconds_per_token(c)) / 2
-        ratios.append(seconds_per_token(b) / base)
-        off.append(seconds_per_token(d) / base)
-        same.append(seconds_per_token(c) / seconds_per_token(a))
-        reading = READING * b.records[0].seconds.get("prefill", 0.0) / base
-        promise.append(1.05 + (GRANT + reading) / max(b.produced, 1))
+        a, (seq, b), d, c = (
+            plain(prompt, max_tokens).pace,
+            guarded(prompt, max_tokens),
+            still(prompt, max_tokens).pace,
+            plain(prompt, max_tokens).pace,
+        )
+        base = (a + c) / 2
+        ratios.append(b / base)
+        off.append(d / base)
+        same.append(c / a)
+        reading = READING * seq.records[0].seconds.get("prefill", 0.0) / base
+        promise.append(1.05 + (GRANT + reading) / max(seq.produced, 1))
+    over = [ratio - promised for ratio, promised in zip(ratios, promise, strict=True)]
     return {
         "ratio": median(ratios),
         "promised": median(promise),
+        "beyond": sum(x > 0 for x in over),
+        "most": max(over),
+        "stalls": ledger.stalls - stalls,
+        "debts": ledger.debts - debts,
         "off": median(off),
         "same": median(same),
         "same_low": min(same),
@@ -110,12 +120,12 @@ def _paired(plain: Writer, rt: Runtime, prompt: prompts.Prompt, max_tokens: int,
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["| case | prompt | time / plain | promised | off / plain | plain / plain | its spread | debts |", "|---|---|---|---|---|---|---|---|"]
+    head = "case, prompt, time / plain, promised, rounds beyond, most beyond, off / plain, plain / plain, its spread, stalls, debts".split(", ")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in result["rows"]:
-        spread = f"{r['same_low']:.2f}..{r['same_high']:.2f}"
-        lines.append(
-            f"| {r['case']} | {r['prompt']} | {r['ratio']:.3f} | {r['promised']:.3f} | {r['off']:.3f} | {r['same']:.3f} | {spread} | {r['debts']} |"
-        )
+        numbers = [f"{r['ratio']:.3f}", f"{r['promised']:.3f}", f"{r['beyond']} of {result['settings']['rounds']}", f"{r['most']:+.3f}"]
+        numbers += [f"{r['off']:.3f}", f"{r['same']:.3f}", f"{r['same_low']:.2f}..{r['same_high']:.2f}", f"{r['stalls']}", f"{r['debts']}"]
+        lines.append(f"| {' | '.join([r['case'], r['prompt'], *numbers])} |")
     return "\n".join(lines)
 
 

@@ -94,7 +94,7 @@ class Bandit:
 
     def choose(self, seqs: list[Sequence]) -> tuple[Plan, str]:
         total = sum(self.pulls) + 1
-        bound = [m + math.sqrt(2 * math.log(total) / n) if n else math.inf for m, n in zip(self.means, self.pulls, strict=True)]
+        bound = [m / self.best + math.sqrt(2 * math.log(total) / n) if n else math.inf for m, n in zip(self.means, self.pulls, strict=True)]
         self.at = bound.index(max(bound))
         return self.plans[self.at], "ucb1"
 
@@ -116,10 +116,10 @@ class Bandit:
         return None, reason
 
     def learn(self, seqs: list[Sequence], record: StepRecord) -> None:
-        rate = sum(record.emitted) / max(record.reading.seconds, 1e-9)
-        self.best = max(self.best, rate)
+        rate = sum(record.emitted) / max(record.reading.seconds - record.seconds.get("prefill", 0.0), 1e-9)
         self.pulls[self.at] += 1
-        self.means[self.at] += (rate / self.best - self.means[self.at]) / self.pulls[self.at]
+        self.means[self.at] += (rate - self.means[self.at]) / self.pulls[self.at]
+        self.best = max(self.best, rate)
 
     def end(self, seq: Sequence) -> None: ...
 

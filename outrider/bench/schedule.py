@@ -1,18 +1,19 @@
 """The scheduler live: every fixed plan, others' rules and ours, interleaved, in one process.
 
 Every prompt is written by every contender before the next, in rotating order, `rounds` times; a contender's time on a prompt
-is its median, from after the target's prefill to the end, a drafter's own prefill included. Plain is a runtime with no
+is its median, of all that is done for it but the target's prefill: a drafter's own is included, and what is learned at its end. Plain is a runtime with no
 drafter loaded, and is written twice: its ratio to itself is the noise.
 """
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from statistics import geometric_mean, mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import outrider
 from outrider import reference
@@ -37,6 +38,13 @@ CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2")  # policies whose repl
 MEASURED = 10  # prompts after which it is measured again what steps cost: on a machine with neighbours that changes within minutes
 
 
+class Written(NamedTuple):
+    """A text, and seconds a token of all that was done for it, from its submission to what was learned at its end, but for the target's prefill."""
+
+    seq: Sequence
+    pace: float
+
+
 class Writer:
     """Writes prompts with one runtime under one controller."""
 
@@ -46,24 +54,21 @@ class Writer:
             if rows := getattr(model, "rows", None):
                 rows.reuse = False
 
-    def __call__(self, prompt: prompts.Prompt, max_tokens: int) -> Sequence:
+    def __call__(self, prompt: prompts.Prompt, max_tokens: int) -> Written:
         engine = self.rt.engine
         before, engine.controller = engine.controller, self.controller
         try:
             request = self.rt.request(
                 prompt.encode(self.rt.tokenizer), max_tokens=max_tokens, temperature=prompt.temperature, seed=1, speculation=self.speculation
             )
+            start = time.perf_counter()
             seq = engine.submit(request)
             while seq.finish_reason is None:
                 engine.advance([seq])
-            return seq
+            took = time.perf_counter() - start - sum(r.seconds.get("prefill", 0.0) for r in seq.records)
+            return Written(seq, took / max(seq.produced, 1))
         finally:
             engine.controller = before
-
-
-def seconds_per_token(seq: Sequence) -> float:
-    """Of all steps, without the target's prefill."""
-    return sum(r.reading.seconds - r.seconds.get("prefill", 0.0) for r in seq.records) / max(seq.produced, 1)
 
 
 def schedule(
@@ -139,8 +144,8 @@ def _interleaved(
                 measure()
             progress(f"round {turn + 1} of {rounds}: {prompt.id}")
             for name in (names + names)[(i + turn) % len(names) :][: len(names)]:
-                seq = contenders[name](prompt, max_tokens)
-                found[name][prompt.id].append(seconds_per_token(seq))
+                seq, pace = contenders[name](prompt, max_tokens)
+                found[name][prompt.id].append(pace)
                 if name == ADAPTIVE:
                     why.update(r.reason for r in seq.records)
                 if name in deciding:

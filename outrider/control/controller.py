@@ -12,7 +12,7 @@ from typing import ClassVar
 from outrider.control.accounts import Accounts, Held
 from outrider.control.guard import Ledger
 from outrider.control.plans import Plans
-from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, remember
+from outrider.control.rows import GUESSES, LOST, RESTS, SHARE, UNPAID, WHOLE, Row, awake, remember, soonest
 from outrider.control.sleep import EARN, GUARD, RESTING, SOUND, Sleep
 from outrider.control.starts import SAMPLE, Starts
 from outrider.control.step import PROBED, Step
@@ -81,7 +81,7 @@ class Adaptive:
             self.tables.past.last = self.steps
         if not names:
             self.silent = bool(self.looked)
-            return OFF, self._silence(unpaid) if self.silent else sleep.rest(rows)
+            return OFF, self._silence(unpaid) if self.silent else sleep.rest(rows, soonest(seqs, rows, self.tables.bits))
         if page is None or self.tables.costs.plains.get(page.at, FIRST) < FIRST or (_age(seqs) >= COLD and self._asks(seqs, page)):
             return OFF, "probe:plain"  # first steps of a text tell it worst
         room = self._room(seqs, page) if room is None else room

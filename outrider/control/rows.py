@@ -3,7 +3,7 @@ drafter was of its guesses. Knows nothing of costs beyond what asking a drafter 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from outrider.control.predict import Bias
@@ -82,6 +82,15 @@ def awake(seqs: list[Sequence], rows: list[Row], name: str, least: Callable[[str
                 if said != GUESSES:
                     _vain(row, name)
     return found
+
+
+def soonest(seqs: list[Sequence], rows: list[Row], names: Iterable[str]) -> int:
+    """Steps that go by before the first of these drafters is looked at again, all of which were found resting."""
+    rests = list[int]()
+    for r, seq in enumerate(seqs):
+        wanted = seq.request.drafters
+        rests += [rows[r].rest.get(name, 0) for name in names if wanted is None or name in wanted]
+    return min(rests, default=0)
 
 
 def _said(seq: Sequence, row: Row, name: str, least: Callable[[str, int], float]) -> int:

@@ -28,10 +28,9 @@ class Sleep:
         self.left -= 1
         return self.why
 
-    def rest(self, rows: list[Row]) -> str:
-        """Until the first drafter wakes, or the batch changes, nothing is looked at."""
-        rests = [left for row in rows for left in row.rest.values() if left]
-        self.left, self.why = min(rests, default=0), RESTING
+    def rest(self, rows: list[Row], steps: int) -> str:
+        """Until the first drafter wakes, in so many steps, or the batch changes, nothing is looked at."""
+        self.left, self.why = steps, RESTING
         for row in rows:
             row.rest = {name: left - min(left, self.left) for name, left in row.rest.items()}
         return self.why

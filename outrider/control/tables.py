@@ -116,6 +116,8 @@ class Tables:
             for cell in list(self.next.cells):
                 self.next.count(cell, True)
             self.hedge.grade({name: 0.0})
+        self.hedge.shares(list(self.bits))
+        self.past.rest(self.past.row(), 0, 0)
 
     def page(self, at: Situation) -> Page | None:
         """What is believed of a situation now; None before anything was measured."""

@@ -25,6 +25,7 @@ STEADY = 0.01  # weight of one plain step in what such steps take at pace 1: the
 OWED = 0.1  # weight of one plain step in what plain decoding takes now
 MOVED, FRESH = 1.25, 2  # change of the pace after which that must be asked anew, and of how many plain steps
 TRUST, LEAST = 3.0, 0.02  # observations that an assumption is worth; the least weight of a new one
+CHEAPEST = 0.1  # of a level: what reading is held to cost at least, be it as quick as the level alone was thought to be: no price rises from nothing
 SOONER, LATER = 0.5, 0.2  # weight of a reading that took less than half of what was expected, and of others: what is cold only ever takes longer
 LONGEST = 32.0  # usual steps that a hold-up counts at most
 CALM_BEFORE, FADE = 256.0, 1 / 2048  # plain steps without hold-ups that are believed to have been before all others; weight of the latest
@@ -341,9 +342,9 @@ class Costs:
         if behind <= FAR:
             curve.add(levels, seconds)
             return
-        each = max(seconds - curve.line[levels], 0.0) / behind
-        sizes = self.catch_up.setdefault(name, {})
-        known = _like(sizes, behind) if sizes else each
+        sizes, least = self.catch_up.setdefault(name, {}), CHEAPEST * curve.line[1] / behind
+        each = max((seconds - curve.line[levels]) / behind, least)
+        known = max(_like(sizes, behind), least) if sizes else each
         sizes[behind.bit_length()] = known + (SOONER if 2 * each < known else LATER) * (min(each, CLIP * known) - known)
 
     def catching_up(self, name: str, at: Situation, behind: int) -> float:

@@ -8,6 +8,7 @@ quicker, and now and then all are asked again.
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -38,6 +39,7 @@ class Contention:
     """What calls show of it. `most`: threads that one may have now; `taken`: times that some were taken away."""
 
     def __init__(self) -> None:
+        self.one = threading.Lock()  # who counts: runtimes may step in threads of their own
         self.most, self.before, self.taken = ALL, ALL, 0
         self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0  # of calls since all was made up for, or since the trial began
         self.trial, self.was = 0, 0.0  # calls it still lasts; how many times as long as usual calls took before it
@@ -48,9 +50,12 @@ class Contention:
     def call(self, usual: Usual, wanted: int, table: Tensor, read: Tensor, step: Callable[[], Told]) -> Told:
         """What a step over this table and these slots gives, on the threads that it wants or fewer. `usual`: its own, kept here."""
         start = time.perf_counter()
-        out = on(self.threads(wanted, start), step)
+        with self.one:
+            threads = self.threads(wanted, start)
+        out = on(threads, step)
         end, (rows, width, _) = time.perf_counter(), table.shape
-        self.see(usual, (rows * width, len(read).bit_length()), end - start, wanted, end)
+        with self.one:
+            self.see(usual, (rows * width, len(read).bit_length()), end - start, wanted, end)
         return out
 
     def threads(self, wanted: int, now: float) -> int:
