@@ -276,7 +276,7 @@ def test_threads_are_chosen_again_when_nobody_waits_ever_more_seldom(monkeypatch
     now, asked = [100.0], []
     monkeypatch.setattr(compiled.time, "monotonic", lambda: now[0])
     served = compiled.Compiled.__new__(compiled.Compiled)
-    served.packages = {"any": SimpleNamespace(place=lambda *given, patience: asked.append((now[0], patience)), keep=lambda: None)}
+    served.packages = {"any": SimpleNamespace(place=lambda *given, patience: asked.append((now[0], patience)), keep=lambda: None, independent=False)}
     served.placed, served.trusted, served.reason, served.look, served._start = 100.0, compiled.SOON, "", lambda: None, lambda: None
     served._given = lambda shape: (shape,)
     for _ in range(5000):
