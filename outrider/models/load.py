@@ -5,6 +5,7 @@ Everything is predicted before the weights are read: a refusal costs nothing and
 
 import contextlib
 import json
+import logging
 import os
 import struct
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from outrider.models.compiled import Compiled, Recipe, worth_freezing
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
-from outrider.models.layers import routed
+from outrider.models.layers import routed, turning
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 ATTENTION = {"full_attention", "sliding_attention"}
+log = logging.getLogger("outrider")
 TOLERANCE = {torch.float32: 0.02, torch.float64: 0.001}  # of the logits' spread; 0.25 for half precision
 
 
@@ -146,12 +148,35 @@ def refuse_unfit(config: Any, name: str) -> None:
 
 
 def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
-    """Tokens a row holds: what is asked for, 4,096 without asking; beyond the model's limit an error, or `clip`ped."""
-    text = config.get_text_config()
-    limit = next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
+    """Tokens a row holds: what is asked for, 4,096 without asking; beyond the model's limit, or beyond what leaves its rotary frequencies as they are,
+    an error, or `clip`ped."""
+    limit = positions_of(config)
+    if turns := turning(config):
+        if not clip:
+            refuse_turning(config, asked or 0)
+        limit = min(limit, turns[0])
     if asked is not None and asked > limit and not clip:
         raise OutriderError(f"context={asked} is more than the model's {limit}", "", f"context={limit}")
     return min(asked or 4096, limit)
+
+
+def positions_of(config: Any) -> int:
+    """Those that the model knows."""
+    text = config.get_text_config()
+    return next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
+
+
+def refuse_turning(config: Any, context: int) -> None:
+    """Refuse texts in the midst of which the rotary frequencies would become others."""
+    if (turns := turning(config)) and context > turns[0]:
+        why = f"beyond them its rotary frequencies ({turns[1]}) are others, and what is cached was turned by those of before"
+        raise OutriderError(f"context={context} is more than the model's {turns[0]} tokens", why, f"context={turns[0]}")
+
+
+def tell_turning(config: Any, name: str, asked: int | None, room: int) -> None:
+    """Say so where a model holds less than was asked for, or than is usual, for that reason."""
+    if (turns := turning(config)) and room < min(asked or 4096, positions_of(config)):
+        log.warning("%s holds %d tokens a text: beyond them its rotary frequencies (%s) would be others", name, room, turns[1])
 
 
 def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off", quantise: str | None = None) -> MemoryPlan:
@@ -200,6 +225,7 @@ def load_model(
     refuse_unfit(config, name)
     dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context, clip)
+    tell_turning(config, name, context, room)
     plan = memory_plan(folder, dtype, rows, room, compile if where.type == "cpu" else "off", quantise)
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
@@ -248,6 +274,7 @@ def wrap(
     plan = plan or MemoryPlan(0, 0)
     text = module.config.get_text_config()
     refuse_unfit(module.config, name)
+    refuse_turning(module.config, context)
     width = module.get_output_embeddings().weight.shape[0]
     spec = ModelSpec(
         name, vocab, min(width, tokens or width), context, text.num_hidden_layers, plan.weights,
