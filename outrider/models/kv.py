@@ -89,6 +89,12 @@ class Store(Protocol):
     def swap(self, a: int, b: int, stop: int) -> None:
         """Exchange slots [0, stop) of two rows."""
 
+    def broken(self, row: int) -> bool:
+        """Does it hold what is no number, or more than any? A mask hides no such slot."""
+
+    def clear(self, row: int) -> None:
+        """Nothing of that is left."""
+
 
 class Rows:
     """The bookkeeping of one model's cache."""
@@ -324,9 +330,15 @@ class Rows:
         row.scratch = {~node if (name := names.get(node, node)) in taken and node in names else name: sees for node, sees in row.scratch.items()}
 
     def drop(self, seqs: list[Sequence]) -> None:
-        """Forget the scratch of a step that failed: its nodes' names mean others in the next."""
-        for row in map(self.of, seqs):
+        """Forget the scratch of a step that failed: its nodes' names mean others in the next; and rows in which something overflowed, which
+        would spoil whatever text comes to lie there."""
+        rows = list(map(self.of, seqs))
+        for row in rows:
             row.base, row.scratch, row.resumed = -1, {}, False
+        for row in rows:
+            if self.store.broken(row.index):
+                row.text, row.skipped = [], 0
+                self.store.clear(row.index)
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.
