@@ -7,6 +7,7 @@ low-priority process and kept on disk, so eager forwards serve at once and nobod
 has agreed with the eager step on this very model.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -153,13 +154,21 @@ class Compiled:
         return all(self._file(shape).exists() for shape in SHAPES)
 
     def _start(self) -> None:
-        """See to it that the packages are being built."""
+        """See to it that the packages are being built, if they can be: somebody waits for a text, not for them."""
         self.misses = HOT
-        if self._whole() or self.reason != "eager:building":
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._failed() and not held(BUILDER, self.folder):
-            start_builder(self.recipe, self.folder)
+        try:
+            if self._whole() or self.reason != "eager:building":
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._failed() and not held(BUILDER, self.folder):
+                start_builder(self.recipe, self.folder)
+        except (OSError, OutriderError) as bad:
+            self._give_up(bad)
+
+    def _give_up(self, bad: Exception) -> None:
+        """Nothing can be kept on disk: a full one, or one that may not be written to."""
+        self.reason = "eager:no-cache"
+        _say_once(f"model steps run eagerly ({self.reason}): nothing can be kept: {str(bad).splitlines()[0]}")
 
     def _failed(self) -> bool:
         """Did building them fail? What may have been the machine's fault, a full disk or a broken compiler, is tried again after a while."""
@@ -197,6 +206,13 @@ class Compiled:
     def look(self) -> None:
         """Take up what has been built since the last look."""
         self.new = False
+        try:
+            self._take_up()
+        except (OSError, OutriderError) as bad:
+            self._give_up(bad)
+        self.looked = time.monotonic()
+
+    def _take_up(self) -> None:
         before = set(self.packages)
         for shape in SHAPES:
             if shape not in self.packages and self._file(shape).exists():
@@ -204,15 +220,15 @@ class Compiled:
                     self._admit(shape)
                 except (RuntimeError, KeyError, OSError) as damaged:
                     self.reason = "eager:package-damaged"
-                    self._file(shape).unlink(missing_ok=True)  # the next start builds it anew
-                    log.warning("%s cannot be used and was removed: %s", self._file(shape), str(damaged).split("\n")[0])
+                    log.warning("%s cannot be used and is removed: %s", self._file(shape), str(damaged).split("\n")[0])
+                    with contextlib.suppress(OSError):  # somebody else's
+                        self._file(shape).unlink(missing_ok=True)  # the next start builds it anew
         if len(self.packages) < len(SHAPES):
             self._failed()
         if self.packages.keys() > before:
             used(self.folder)
         if not before.issuperset(STEPS) and self.packages.keys() >= set(STEPS):
             self._weigh()
-        self.looked = time.monotonic()
 
     @torch.inference_mode()
     def _weigh(self) -> None:
