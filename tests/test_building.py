@@ -21,6 +21,7 @@ import torch
 from contracts import always, plain, request
 from packages import OWN, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
 from tiny import tiny_folder
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
 from outrider.core.cache import start
@@ -28,7 +29,7 @@ from outrider.core.errors import OutriderError
 from outrider.models import builder as builder_module
 from outrider.models import compiled, load, room
 from outrider.models.builder import main as build_packages
-from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
+from outrider.models.compiled import COLUMNS, FEWER, SHAPES, Compiled, Recipe, worth_freezing
 from outrider.models.hf import HFView
 from outrider.models.load import MemoryPlan, load_module, memory_plan
 from outrider.models.package import INDEPENDENT
@@ -227,6 +228,20 @@ def test_a_forward_that_breaks_the_graph_is_not_tried_in_other_ways(tmp_path, mo
     with pytest.raises(OutriderError, match="eager:graph-break"):
         builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
     assert len(asked) == 1 + OWN
+
+
+@pytest.mark.parametrize("vocab, positions", [(14, 256), (2, 256), (300, 12), (300, 2), (14, 10)])
+def test_packages_are_tried_on_a_text_that_the_model_can_have(folder, cache, started, vocab, positions):
+    """Few tokens, or few positions: a learned table of either ends there."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=positions, bos_token_id=0, eos_token_id=1)
+    model = load.wrap(GPT2LMHeadModel(config), "small", "v", rows=1, context=positions)
+    found = Compiled(recipe_of(folder), model.step)
+    for columns in (*COLUMNS.values(), *FEWER):
+        table, read, rows = found._given(columns)
+        with torch.inference_mode():
+            logits, _ = model.step(table, read, rows)
+        assert logits.shape == (1, table.shape[1], vocab) and logits.isfinite().all()
 
 
 # --- when they are built, and why there is none

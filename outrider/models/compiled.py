@@ -285,8 +285,11 @@ class Compiled:
 
     def _given(self, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """So many columns, or what fits, of a text that a package may be tried on, with something to attend to."""
-        width = min(width, max(self.step.store.capacity - slots_for(0) - BEHIND, WIDE))  # positions that the model has
+        context = self.step.store.capacity - slots_for(0)
+        width = min(width, max(context - BEHIND, WIDE))
         table, read = example(1, width, len(self.step.windows), after=BEHIND), torch.arange(max(64, BEHIND + width))
+        table[..., 0] %= self.step.vocab
+        table[..., 1].clamp_(max=context - 1)  # positions that the model has
         rows = [torch.empty_like(x) for x in self.step.store.rows(0, 1)]
         for x in rows:
             x[:, :, : len(read)].normal_()
@@ -384,6 +387,6 @@ def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:
     """A table of some text of `width` tokens behind `after` others."""
     table = torch.zeros(rows, width, 4 + kinds, dtype=torch.int64)
     place = torch.arange(after, after + width)
-    for column, value in enumerate((5 + place % 16, place, place, place + 1)):  # ids that the smallest vocabulary has
+    for column, value in enumerate((5 + place % 16, place, place, place + 1)):  # ids that nearly every vocabulary has
         table[..., column] = value
     return table
