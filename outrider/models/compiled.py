@@ -30,6 +30,7 @@ from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.contention import ALL, contention, fewer
+from outrider.models.files import weight_files
 from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
@@ -88,8 +89,8 @@ class Recipe:
 
     def _files(self) -> list[Path]:
         """All that packages carry a part of."""
-        given = sorted(Path(self.folder).glob("*"))
-        return [file for file in given if file.name == "config.json" or (self.frozen and file.suffix == ".safetensors")]
+        folder = Path(self.folder)
+        return [*sorted(folder.glob("config.json")), *(weight_files(folder) if self.frozen else [])]
 
 
 def worth_freezing(weights: int, free: int) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
+from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
@@ -85,34 +85,11 @@ def locate(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"], ignore_patterns=NOT_READ))
     except Exception as failed:
         raise OutriderError(
             f"there is no folder {path}, and as a hub id it could not be fetched", str(failed).split("\n")[0], "a local folder"
         ) from failed
-
-
-def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Name -> (dtype, shape) of all weights, from the safetensors headers; a truncated file is an error."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise OutriderError(f"{folder} holds no *.safetensors", "", "a folder saved by save_pretrained(..., safe_serialization=True)")
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in files:
-        size = file.stat().st_size
-        try:
-            with open(file, "rb") as f:
-                (length,) = struct.unpack("<Q", f.read(8))
-                header = json.loads(f.read(length))
-            end = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
-            if end != size:
-                raise ValueError(f"it has {size} bytes and its header promises {end}")
-        except OSError as bad:
-            raise OutriderError(f"{file} cannot be read", bad.strerror or str(bad), "a file that you may read") from bad
-        except (ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as bad:
-            raise OutriderError(f"{file} is damaged", str(bad), "copying or downloading it again") from bad
-        found |= {n: (t["dtype"], t["shape"]) for n, t in header.items() if n != "__metadata__"}
-    return found
 
 
 def load_config(folder: Path) -> Any:
