@@ -5,6 +5,7 @@ Nothing here waits for a package, so these tests run while those of `test_compil
 
 import ctypes
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -20,13 +21,15 @@ import torch
 from contracts import always, plain, request
 from packages import OWN, PROMPT, VOCAB, model_of, recipe_of, texts_and_tiers
 from tiny import tiny_folder
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
+from outrider.core.cache import start
 from outrider.core.errors import OutriderError
 from outrider.models import builder as builder_module
 from outrider.models import compiled, load, room
 from outrider.models.builder import main as build_packages
-from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
+from outrider.models.compiled import COLUMNS, FEWER, SHAPES, Compiled, Recipe, worth_freezing
 from outrider.models.hf import HFView
 from outrider.models.load import MemoryPlan, load_module, memory_plan
 from outrider.models.package import INDEPENDENT
@@ -225,6 +228,20 @@ def test_a_forward_that_breaks_the_graph_is_not_tried_in_other_ways(tmp_path, mo
     with pytest.raises(OutriderError, match="eager:graph-break"):
         builder_module.build(model.step, "any", True, tmp_path / "any.pt2")
     assert len(asked) == 1 + OWN
+
+
+@pytest.mark.parametrize("vocab, positions", [(14, 256), (2, 256), (300, 12), (300, 2), (14, 10)])
+def test_packages_are_tried_on_a_text_that_the_model_can_have(folder, cache, started, vocab, positions):
+    """Few tokens, or few positions: a learned table of either ends there."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=positions, bos_token_id=0, eos_token_id=1)
+    model = load.wrap(GPT2LMHeadModel(config), "small", "v", rows=1, context=positions)
+    found = Compiled(recipe_of(folder), model.step)
+    for columns in (*COLUMNS.values(), *FEWER):
+        table, read, rows = found._given(columns)
+        with torch.inference_mode():
+            logits, _ = model.step(table, read, rows)
+        assert logits.shape == (1, table.shape[1], vocab) and logits.isfinite().all()
 
 
 # --- when they are built, and why there is none
@@ -439,3 +456,69 @@ def test_a_build_that_failed_is_told_and_tried_again_later(folder, cache, starte
     again = Compiled(recipe, step)
     again._start()
     assert bool(started) == waits == (not failed.exists()) and (again.reason == "eager:building") == waits
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def full(*_: object, **__: object) -> None:
+    raise FULL
+
+
+@pytest.mark.parametrize("where", ["folder", "log", "hash", "weights", "note"])
+def test_a_full_disk_keeps_no_text_from_being_written(folder, cache, started, monkeypatch, caplog, where):
+    """Building is a matter of the house's; who asked for a text gets it, and is told why it comes slowly."""
+    want = texts_and_tiers(outrider.load(folder, [], compile="off", dtype="float32"))[0]
+    compiled._say_once.cache_clear()
+    monkeypatch.setattr(compiled, "POLL", 0.0)
+    rt = outrider.load(folder, [], dtype="float32")
+    found = rt.engine.target.compiled
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "outrider"):
+        if where == "folder":
+            patch.setattr(Path, "mkdir", full)
+        elif where == "log":
+            patch.setattr(compiled, "start_builder", full)
+        elif where == "hash":
+            patch.setattr(compiled, "cache_folder", lambda: (_ for _ in ()).throw(OutriderError("the cache folder is of no use", "full", "another")))
+        elif where == "weights":
+            found.found = None
+            patch.setattr(compiled, "contents", full)
+        else:
+            found.folder.mkdir(parents=True)
+            (found.folder / "failed").write_text("eager:not-compiled\nthe disk is full")
+            os.utime(found.folder / "failed", (0, 0))
+            patch.setattr(Path, "unlink", full)
+        texts, tiers = texts_and_tiers(rt)
+        found.wait()
+    assert texts == want and "eager:no-cache" in tiers and not set(tiers) - {"eager:no-cache", "eager:building"} and not started
+    assert caplog.text.count("nothing can be kept") == 1
+
+
+def test_a_damaged_package_that_stays_is_not_used_either(folder, cache, started, monkeypatch, caplog):
+    model = model_of(folder)
+    model.compiled = Compiled(recipe_of(folder), model.step)
+    model.compiled.folder.mkdir(parents=True)
+    (model.compiled.folder / "any.pt2").write_bytes(b"PK damaged")
+    monkeypatch.setattr(Path, "unlink", full)
+    monkeypatch.setattr(compiled, "POLL", 0.0)
+    with caplog.at_level("WARNING", "outrider"):
+        assert len(plain(model, [request(PROMPT, max_tokens=5)])[0]) == 5
+    assert model.meter.tier == "eager:package-damaged" and caplog.text.count("cannot be used") == 1
+
+
+def test_a_builder_whose_number_cannot_be_written_down_does_not_stay(tmp_path, monkeypatch):
+    """Another start would not see it, and build beside it."""
+    begun, popen = [], subprocess.Popen
+
+    def child(*_: object, **how: object) -> subprocess.Popen:
+        begun.append(popen([sys.executable, "-c", "import time; time.sleep(600)"], **how))
+        return begun[0]
+
+    monkeypatch.setattr(subprocess, "Popen", child)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        start(compiled.BUILDER, folder=tmp_path)
+    try:
+        assert len(begun) == 1 and begun[0].poll() is not None
+    finally:
+        begun[0].kill()

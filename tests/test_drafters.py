@@ -6,9 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 import zoo
-from contracts import check_drafter, request, run, sequence
+from contracts import check_drafter, plain, request, run, sequence
+from tiny import tiny_folder
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import outrider
 from outrider.control.fixed import fixed
 from outrider.core import tree
 from outrider.core.errors import OutriderError
@@ -19,6 +23,8 @@ from outrider.core.types import Draft, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.suffix import CERTAIN, DOUBT, RECENT, SuffixIndex, sure
+from outrider.models.hf import HFModel
+from outrider.models.load import wrap
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
@@ -330,3 +336,64 @@ def test_a_chain_ends_at_an_end_token() -> None:
     tokens, forwards = drafted(frozenset())
     kept = tokens.index(tokens[2]) + 1
     assert drafted(frozenset({tokens[2]})) == (tokens[:kept], forwards - (len(tokens) - kept)) and len(tokens) == 6
+
+
+FEW, MANY = 32, 40  # ids that a draft model has, and its target
+
+
+def few(vocab: int, seed: int = 0, name: str = "target") -> HFModel:
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **shape))
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.25)
+    return wrap(made, name, "v", rows=3, context=100)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+def test_a_draft_model_is_silent_in_texts_that_it_cannot_read(width, how):
+    """Its embedding ends before the target's: who has such an id gets no guesses from then on, and others beside it do."""
+    target, drafter = few(MANY), ModelDrafter(few(FEW, 1, "draft"), "model", MANY)
+    engine = Engine(target, {"model": drafter}, fixed(Plan((("model", 3, width),))), 3)
+    asked = [request(prompt, str(n), max_tokens=40, seed=n, **how) for n, prompt in enumerate(([1, 5, 2], [1, MANY - 1, 2], [1, 6, FEW]))]
+    seqs, heard = run(engine, asked), 0
+    assert [seq.generated for seq in seqs] == plain(target, asked)
+    for seq in seqs:
+        told = len(seq.request.prompt)
+        for record in seq.records:
+            at = record.requests.index(seq.request.id)
+            assert not record.drafted[at] or max(seq.tokens[:told]) < FEW
+            told, heard = told + record.emitted[at], heard + record.drafted[at]
+    assert heard and not any(record.drafted[record.requests.index(seq.request.id)] for seq in seqs[1:] for record in seq.records)
+    assert not any(seq.slots for seq in seqs)
+
+
+def test_a_draft_model_does_not_go_on_from_what_it_cannot_read():
+    """Guesses of others, of which some have ids that it lacks; what was read of a text is not looked at again."""
+    drafter, seq = ModelDrafter(few(FEW, 1, "draft"), "model", MANY), sequence([1, 2, 3], "a")
+    drafter.begin(seq)
+    others = tree.grow(tree.grow(Draft(rows=1), [~0, ~0], [FEW, 4], 1), [0], [5], 1)
+    grown = drafter.extend([seq], others, [0, 1, 2], 1, 2, Settings.of([seq]), RowNoise((7,), (0,), (3,)))
+    assert grown.parent[3:] == [1] and grown.source[3:] == [2]
+    assert seq.slots[drafter.mark] == 3
+    seq.tokens += [FEW, 1]
+    assert drafter.extend([seq], Draft(rows=1), [~0], 1, 2, Settings.of([seq]), RowNoise((7,), (1,), (5,)), 3) == Draft(rows=1)
+    drafter.end(seq)
+    assert not seq.slots
+
+
+def test_that_a_draft_model_has_fewer_ids_is_said_at_load(tmp_path, caplog):
+    target, draft = tiny_folder(tmp_path / "target"), tiny_folder(tmp_path / "draft", jitter=0.03)
+    small = LlamaForCausalLM.from_pretrained(draft)
+    small.resize_token_embeddings(270, mean_resizing=False)
+    small.save_pretrained(draft)
+    with caplog.at_level("WARNING", "outrider"):
+        rt = outrider.load(target, [f"model:{draft}"], depth=3, compile="off")
+    assert "270 of the target's 300 ids" in caplog.text
+    how = {"max_tokens": 30, "ignore_eos": True}
+    out = rt.generate("the quick brown fox", **how)
+    assert max([*out.prompt_tokens, *out.tokens]) >= 270
+    assert out.tokens == outrider.load(target, [], compile="off").generate("the quick brown fox", **how).tokens

@@ -3,13 +3,16 @@
 import pytest
 import torch
 from contracts import plain, recompute, request, run
+from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import module
 
 from outrider.control.fixed import Told, fixed
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
 from outrider.drafters.model import ModelDrafter
 from outrider.models.exits import EarlyExit
+from outrider.models.hf import HFModel
 from outrider.models.load import wrap
 from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
@@ -123,6 +126,66 @@ def test_an_early_exit_reuses_nothing_of_a_failed_step():
     with torch.inference_mode():
         want = recompute(target)(seq.tokens)
     assert torch.isfinite(want).all() and not early.known
+
+
+OVER = 63  # a token that is too large for half precision
+
+
+def halved(name: str = "target", over: bool = True, rows: int = 2) -> HFModel:
+    """A model in half precision, whose numbers overflow where OVER is read."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": OVER + 1, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=2, max_position_embeddings=256)).half().eval()
+    with torch.no_grad():
+        for weight in made.model.layers[0].mlp.parameters():
+            weight.mul_(40)
+        made.model.embed_tokens.weight[OVER] = 65000.0 if over else 0.0
+    return wrap(made, name, "v", rows=rows, context=100)
+
+
+BAD = [1, 2, 3, 4] * 10 + [OVER] * 3 + [5]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [*BAD[:40], 6], [*BAD[:40], 6, *[7] * 20]], ids=["another", "its beginning", "and more"])
+def test_a_text_that_overflowed_spoils_none_that_comes_after_it(rows, prompt):
+    """In the row where it lay, and in others that begin as it did."""
+    want = plain(halved(rows=rows), [request(prompt, max_tokens=12)])
+    engine = Engine(halved(rows=rows), {}, fixed(Plan()), rows)
+    for _ in range(rows):
+        bad = engine.submit(request(BAD, "bad", max_tokens=9))
+        with pytest.raises(OutriderError, match="NaN"):
+            engine.step()
+        engine.cancel(bad)
+    assert all(block.isfinite().all() for block in engine.target.store.blocks)
+    assert [seq.generated for seq in run(engine, [request(prompt, str(n), max_tokens=12) for n in range(rows)])] == want * rows
+
+
+def test_a_text_that_overflowed_beside_another_costs_that_one_nothing_but_time():
+    want = plain(halved(), [request([5, 6, 7, 8], max_tokens=12)])[0]
+    engine = Engine(halved(), {}, fixed(Plan()), 2)
+    good = engine.submit(request([5, 6, 7, 8], "good", max_tokens=12))
+    engine.step()
+    bad = engine.submit(request(BAD, "bad", max_tokens=9))
+    with pytest.raises(OutriderError, match="NaN"):
+        engine.step()
+    assert engine.target.rows.of(good).text, "it is not read again"
+    engine.cancel(bad)
+    while good.finish_reason is None:
+        engine.step()
+    assert good.generated == want
+
+
+def test_a_draft_model_that_overflowed_drafts_again():
+    target, draft, deep = halved(over=False), halved("draft"), fixed(Plan((("model", 3, 1),)))
+    engine = Engine(target, {"model": ModelDrafter(draft)}, deep, 2)
+    bad = engine.submit(request(BAD, "bad", max_tokens=9))
+    with pytest.raises(OutriderError, match="NaN"):
+        engine.step()
+    engine.cancel(bad)
+    asked = [request([5, 6, 7, 8], str(n), max_tokens=12) for n in range(2)]
+    assert [seq.generated for seq in run(engine, asked)] == plain(halved(over=False), asked[:1]) * 2
+    assert sum(sum(record.drafted) for record in engine.ring) > 0
 
 
 @pytest.mark.parametrize("why", ["stop", "length"])

@@ -133,6 +133,74 @@ def test_a_step_that_is_dropped_before_commit_loses_nothing():
     assert toy.rows.of(seq).text == [1, 2, 3]
 
 
+def stopped(monkeypatch, store, verb: str, when: str, do) -> None:
+    """Ctrl-C in the midst of what `do` has the memory do."""
+    whole = getattr(store, verb)
+
+    def broken(*about: int) -> None:
+        if when == "after":
+            whole(*about)
+        elif when == "amid":
+            whole(*about[:-1], about[-1] // 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store, verb, broken)
+        do()
+
+
+def holds(toy: ToyModel) -> None:
+    """Every row has in its slots what it says."""
+    for at, row in enumerate(toy.rows.all):
+        assert row.index == at and row.text == toy.store.cells[at, : row.cached, 0].tolist()
+        assert (row.owner is not None) == (at < toy.rows.active)
+        assert row.owner is None or toy.rows.of(row.owner) is row
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "after"])
+@pytest.mark.parametrize("verb", ["close", "open", "copy"])
+def test_an_interrupted_move_of_rows_costs_reading_again_and_no_text(monkeypatch, verb, when):
+    toy = ToyModel(11, 0, order=None, rows=4)
+    a, b, c = sequence([1, 2, 3, 4, 5, 6], "a"), sequence([9, 8, 7, 6, 5, 4], "b"), sequence([1, 2, 3, 7, 7, 7, 7], "c")
+    for seq in (a, b, c):
+        toy.open(seq)
+    toy.prefill([a, b, c])
+    if verb == "close":
+        stopped(monkeypatch, toy.store, "swap", when, lambda: toy.close(a))
+        running = [b, c]
+    elif verb == "copy":
+        old, d = sequence([5, 5, 5, 5, 5], "old"), sequence([1, 2, 3, 4, 9], "d")
+        toy.open(old)
+        toy.prefill([old])
+        toy.close(old)
+        stopped(monkeypatch, toy.store, "copy", when, lambda: toy.open(d))
+        assert not d.slots
+        holds(toy)
+        toy.open(d)
+        running = [a, b, c, d]
+    else:
+        toy.close(b)
+        toy.close(c)
+        d = sequence([*b.tokens, 3], "d")  # whose beginning lies behind the text of c now
+        stopped(monkeypatch, toy.store, "swap", when, lambda: toy.open(d))
+        assert not d.slots and toy.rows.active == 1
+        holds(toy)
+        toy.open(d)
+        running = [a, d]
+    holds(toy)
+    for seq in running:
+        got = toy.score([seq], Draft(rows=1), [-1]).logits[0]
+        assert torch.equal(got, torch.from_numpy(toy.logits(seq.tokens)))
+        toy.commit([seq], Draft(rows=1), Outcome([[]], [6], [0]))
+    holds(toy)
+    for seq in running:
+        toy.close(seq)
+    holds(toy)
+    again = sequence([1, 2, 3, 4, 5, 6, 7], "again")
+    toy.open(again)
+    assert torch.equal(toy.score([again], Draft(rows=1), [-1]).logits[0], torch.from_numpy(toy.logits(again.tokens)))
+
+
 def test_an_interrupted_prefill_leaves_nothing_to_reuse(monkeypatch):
     """The text of a row is what was computed, never what was about to be."""
     toy, prompt = ToyModel(7, 3, rows=1), [1, 2, 3, 4, 5, 6]

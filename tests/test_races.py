@@ -29,9 +29,10 @@ from outrider.models import kv as kv_module
 from outrider.models import slots as slots_module
 from outrider.models.chain import Chain
 from outrider.models.exits import EarlyExit
-from outrider.models.kv import Rows
+from outrider.models.kv import Rows, slots_for
 from outrider.models.load import wrap
 from outrider.models.slots import SlotCache
+from outrider.models.toy import TokenStore
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import HERE, RACES
 from outrider.runtime.native_builder import MAKE
@@ -254,7 +255,7 @@ def test_a_tree_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, windo
     text = rng.integers(0, 1 << 40, 200).tolist()
     for module in (None, SimpleNamespace(laid=lambda *given: asked.append(given) or made.laid(*given))):
         monkeypatch.setattr(kv_module, "races", module)
-        rows, told, shape = Rows("m", 2, 50, None, windows), [], random.Random(seed)
+        rows, told, shape = Rows("m", 2, 50, TokenStore(2, slots_for(50)), windows), [], random.Random(seed)
         seqs = [Sequence(Request(str(r), tuple(text[r : r + 20]), SamplingParams(), 0, "greedy"), text[r : r + 20]) for r in range(2)]
         for seq in seqs:
             rows.open(seq).skipped = 5 * (seed % 2)  # a text without its beginning
@@ -283,7 +284,7 @@ def test_a_chain_is_laid_out_as_python_lays_it_out(made, monkeypatch, seed, wind
     machine = SimpleNamespace(laid=made.laid, chained=lambda *given: asked.append(given) or made.chained(*given))
     for module in (None, machine):
         monkeypatch.setattr(kv_module, "races", module)
-        rows, rng, told = Rows("m", 1, 60, None, windows), random.Random(seed), []
+        rows, rng, told = Rows("m", 1, 60, TokenStore(1, slots_for(60)), windows), random.Random(seed), []
         seq = Sequence(Request("r", tuple(text[:20]), SamplingParams(), 0, "greedy"), text[:20])
         rows.open(seq)
         row, draft = rows.of(seq), tree.run(tree.run(Draft(1), -1, text[50:52], 1, [0.5] * 2), -1, text[52:54], 1, [0.5] * 2)

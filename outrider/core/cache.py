@@ -74,14 +74,20 @@ def remove(folder: Path) -> None:
 
 
 def start(builder: str, *given: str, folder: Path) -> None:
-    """Run the module `builder` in another process, which outlives this one. Its number stands in `lock`, what it says in `log`."""
+    """Run the module `builder` in another process, which outlives this one. Its number stands in `lock`, what it says in `log`. Raises OSError where
+    they cannot be written, and then there is no such process."""
     import subprocess
 
     with open(folder / "log", "ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", builder, *given], stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
         )  # fmt: skip
-    (folder / "lock").write_text(str(child.pid))
+    try:
+        (folder / "lock").write_text(str(child.pid))
+    except BaseException:  # the next look would start another beside it
+        child.kill()
+        child.wait()
+        raise
 
 
 def held(builder: str, folder: Path) -> bool:

@@ -26,10 +26,10 @@ MAX_PLACES = 1024  # more than the nodes of a row and the children of a place, s
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ModelDrafter:
-    """A Drafter over any Model. Rows that would outgrow the model's context get no proposal.
+    """A Drafter over any Model. Rows that would outgrow the model's context get no proposal, nor do texts with an id that it lacks.
 
     vocab: the target's width of logits, where it differs from the model's: embedding tables are padded to different sizes. Ids beyond it are never
-    proposed; ids the model lacks have probability 0. `foresees`: may it read what followed the same words before along with its own guesses? A chain
+    proposed; ids the model lacks have probability 0, and it cannot read them. `foresees`: may it read what followed the same words before along with its own guesses? A chain
     takes fewer steps then than it has levels. `likely`: levels that the next call will probably go, by whoever decides; 0: all that it may. `tail`:
     with how many tokens of one text's end it begins in the next call, if far more are not read yet; 0: with all; None: as it began.
     """
@@ -40,6 +40,7 @@ class ModelDrafter:
         self.model, self.name, self.vocab, self.saved, self.foresees = model, name, vocab or model.spec.vocab_size, 0, True
         self.likely = 0
         self.tail: int | None = None
+        self.lacks, self.mark = self.model.spec.vocab_size < self.vocab, f"{name} reads"  # the slot that says how much of a text it can read
 
     @property
     def queues(self) -> bool:
@@ -52,6 +53,7 @@ class ModelDrafter:
     def end(self, seq: Sequence) -> None:
         self.model.close(seq)
         seq.slots.pop(INDEX, None)
+        seq.slots.pop(self.mark, None)
 
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         self.model.commit(seqs, draft, outcome)
@@ -74,6 +76,8 @@ class ModelDrafter:
         if tail is not None and hasattr(self.model, "begin_at"):
             self.model.begin_at(seqs[0], tail)
         frontier = [p for p in tree.open_at(seqs, draft, frontier) if self._end(seqs, draft, p) < self.model.spec.context]
+        if self.lacks:
+            frontier = [p for p in frontier if self._reads(seqs, draft, p)]
         if not frontier:
             return draft
         one = width == 1 and self.model.spec.vocab_size <= self.vocab
@@ -171,6 +175,14 @@ class ModelDrafter:
         number = 0 if place < 0 else draft.row[:place].count(row) + 1  # a drafter extends a place once a step
         token = noise.draw_one(q, row, DRAFT, (source * MAX_PLACES + number) * MAX_PLACES)
         return token, float(q[token]), torch.from_numpy(q)
+
+    def _reads(self, seqs: list[Sequence], draft: Draft, place: int) -> bool:
+        """Does the model have all ids up to the place? What was looked at of a text is not looked at again: -1 where it lacks one."""
+        size, seq = self.model.spec.vocab_size, seqs[tree.row_at(draft, place)]
+        known: int = seq.slots.get(self.mark, 0)
+        if 0 <= known < len(seq.tokens):
+            known = seq.slots[self.mark] = len(seq.tokens) if max(seq.tokens[known:]) < size else -1
+        return known >= 0 and all(token < size for token in draft.text(tree.ancestors(draft, place)))
 
     @staticmethod
     def _end(seqs: list[Sequence], draft: Draft, place: int) -> int:

@@ -18,6 +18,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel, room
 from outrider.models.compiled import BUILDER, LONG, NOT_COMPILED, PREFILL, SHAPES, STEPS, Recipe, example
+from outrider.models.layers import turning
 from outrider.models.package import INDEPENDENT, complete
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
@@ -27,6 +28,7 @@ TUNED = [{"max_autotune": True, **BESIDE, "max_autotune_gemm_backends": some} fo
 STACK = "aot_inductor.allow_stack_allocation"  # what lies between kernels is not made and freed tensor by tensor, which takes a twentieth of a step
 STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
+ROOM = 256  # tokens of the row that they are exported with; how many there are is a symbol
 UNUSED = 60 * 86_400.0  # seconds after which packages that nobody took up are removed
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
@@ -110,7 +112,9 @@ def main(spec: str, folder: str) -> None:
     step_back()
     torch.set_num_threads(recipe.threads)
     try:
-        step = load.wrap(load.load_module(Path(recipe.folder), recipe.dtype), "built", "", rows=1, context=256, tokens=recipe.vocab).step
+        module = load.load_module(Path(recipe.folder), recipe.dtype)
+        end, _ = turning(module.config) or (ROOM, "")
+        step = load.wrap(module, "built", "", rows=1, context=min(ROOM, end), tokens=recipe.vocab).step
         for shape in SHAPES:
             if not (Path(folder) / f"{shape}.pt2").exists():
                 build(step, shape, shape in recipe.frozen, Path(folder) / f"{shape}.pt2")

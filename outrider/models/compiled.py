@@ -7,6 +7,7 @@ low-priority process and kept on disk, so eager forwards serve at once and nobod
 has agreed with the eager step on this very model.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -29,6 +30,7 @@ from outrider.core.cache import cache_folder, contents, held, read_before, start
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models.contention import ALL, contention, fewer
+from outrider.models.files import weight_files
 from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
@@ -87,8 +89,8 @@ class Recipe:
 
     def _files(self) -> list[Path]:
         """All that packages carry a part of."""
-        given = sorted(Path(self.folder).glob("*"))
-        return [file for file in given if file.name == "config.json" or (self.frozen and file.suffix == ".safetensors")]
+        folder = Path(self.folder)
+        return [*sorted(folder.glob("config.json")), *(weight_files(folder) if self.frozen else [])]
 
 
 def worth_freezing(weights: int, free: int) -> tuple[str, ...]:
@@ -153,13 +155,21 @@ class Compiled:
         return all(self._file(shape).exists() for shape in SHAPES)
 
     def _start(self) -> None:
-        """See to it that the packages are being built."""
+        """See to it that the packages are being built, if they can be: somebody waits for a text, not for them."""
         self.misses = HOT
-        if self._whole() or self.reason != "eager:building":
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._failed() and not held(BUILDER, self.folder):
-            start_builder(self.recipe, self.folder)
+        try:
+            if self._whole() or self.reason != "eager:building":
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._failed() and not held(BUILDER, self.folder):
+                start_builder(self.recipe, self.folder)
+        except (OSError, OutriderError) as bad:
+            self._give_up(bad)
+
+    def _give_up(self, bad: Exception) -> None:
+        """Nothing can be kept on disk: a full one, or one that may not be written to."""
+        self.reason = "eager:no-cache"
+        _say_once(f"model steps run eagerly ({self.reason}): nothing can be kept: {str(bad).splitlines()[0]}")
 
     def _failed(self) -> bool:
         """Did building them fail? What may have been the machine's fault, a full disk or a broken compiler, is tried again after a while."""
@@ -197,6 +207,13 @@ class Compiled:
     def look(self) -> None:
         """Take up what has been built since the last look."""
         self.new = False
+        try:
+            self._take_up()
+        except (OSError, OutriderError) as bad:
+            self._give_up(bad)
+        self.looked = time.monotonic()
+
+    def _take_up(self) -> None:
         before = set(self.packages)
         for shape in SHAPES:
             if shape not in self.packages and self._file(shape).exists():
@@ -204,15 +221,15 @@ class Compiled:
                     self._admit(shape)
                 except (RuntimeError, KeyError, OSError) as damaged:
                     self.reason = "eager:package-damaged"
-                    self._file(shape).unlink(missing_ok=True)  # the next start builds it anew
-                    log.warning("%s cannot be used and was removed: %s", self._file(shape), str(damaged).split("\n")[0])
+                    log.warning("%s cannot be used and is removed: %s", self._file(shape), str(damaged).split("\n")[0])
+                    with contextlib.suppress(OSError):  # somebody else's
+                        self._file(shape).unlink(missing_ok=True)  # the next start builds it anew
         if len(self.packages) < len(SHAPES):
             self._failed()
         if self.packages.keys() > before:
             used(self.folder)
         if not before.issuperset(STEPS) and self.packages.keys() >= set(STEPS):
             self._weigh()
-        self.looked = time.monotonic()
 
     @torch.inference_mode()
     def _weigh(self) -> None:
@@ -269,8 +286,11 @@ class Compiled:
 
     def _given(self, width: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """So many columns, or what fits, of a text that a package may be tried on, with something to attend to."""
-        width = min(width, max(self.step.store.capacity - slots_for(0) - BEHIND, WIDE))  # positions that the model has
+        context = self.step.store.capacity - slots_for(0)
+        width = min(width, max(context - BEHIND, WIDE))
         table, read = example(1, width, len(self.step.windows), after=BEHIND), torch.arange(max(64, BEHIND + width))
+        table[..., 0] %= self.step.vocab
+        table[..., 1].clamp_(max=context - 1)  # positions that the model has
         rows = [torch.empty_like(x) for x in self.step.store.rows(0, 1)]
         for x in rows:
             x[:, :, : len(read)].normal_()
@@ -368,6 +388,6 @@ def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:
     """A table of some text of `width` tokens behind `after` others."""
     table = torch.zeros(rows, width, 4 + kinds, dtype=torch.int64)
     place = torch.arange(after, after + width)
-    for column, value in enumerate((5 + place % 16, place, place, place + 1)):  # ids that the smallest vocabulary has
+    for column, value in enumerate((5 + place % 16, place, place, place + 1)):  # ids that nearly every vocabulary has
         table[..., column] = value
     return table

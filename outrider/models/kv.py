@@ -89,6 +89,12 @@ class Store(Protocol):
     def swap(self, a: int, b: int, stop: int) -> None:
         """Exchange slots [0, stop) of two rows."""
 
+    def broken(self, row: int) -> bool:
+        """Does it hold what is no number, or more than any? A mask hides no such slot."""
+
+    def clear(self, row: int) -> None:
+        """Nothing of that is left."""
+
 
 class Rows:
     """The bookkeeping of one model's cache."""
@@ -115,11 +121,13 @@ class Rows:
         free = self.all[self.active :]
         own = best >= self.active and 2 * shared[best] >= self.all[best].cached
         row = self.all[best] if own else min(free, key=lambda r: (r.cached > 0, r.used))
-        if not own and shared[best]:
-            self.store.copy(best, row.index, 0, shared[best])
+        if not own:
+            row.text = []  # an interrupted copy is none
+            if shared[best]:
+                self.store.copy(best, row.index, 0, shared[best])
         row.text = list(prompt[: shared[best]])
         self.reused += shared[best]
-        self._exchange(row, self.all[self.active])
+        self._exchange(row, self.all[self.active], self.active)
         self.active += 1
         row.owner, row.base, row.scratch, row.skipped = seq, -1, {}, 0
         seq.slots[self.name] = row
@@ -127,18 +135,25 @@ class Rows:
 
     def close(self, seq: Sequence) -> None:
         """Free the row of `seq`; its text stays for reuse. The last row in use takes its index."""
-        row: Row = seq.slots.pop(self.name)
-        self.clock += 1
+        row = self.of(seq)
         self._forget(row)
+        last = self.all[self.active - 1]
+        del seq.slots[self.name]
+        self.clock += 1
         row.owner, row.base, row.scratch, row.used = None, -1, {}, self.clock
-        self.active -= 1
-        self._exchange(row, self.all[self.active])
+        self._exchange(row, last, self.active - 1)
 
-    def _exchange(self, a: Row, b: Row) -> None:
+    def _exchange(self, a: Row, b: Row, active: int) -> None:
+        """Let two rows change places, of which `active` are in use from then on. While memory is moved neither has a text: an interruption costs
+        reading again, and nothing that is called before it could come between what belongs together."""
+        texts, stop = (a.text, b.text), max(a.cached, b.cached)
+        a.text, b.text = [], []
+        self.all[a.index], self.all[b.index] = b, a
+        a.index, b.index = b.index, a.index
+        self.active = active
         if a is not b:
-            self.store.swap(a.index, b.index, max(a.cached, b.cached))
-            self.all[a.index], self.all[b.index] = b, a
-            a.index, b.index = b.index, a.index
+            self.store.swap(a.index, b.index, stop)
+        a.text, b.text = texts
 
     def begin_at(self, seq: Sequence, tail: int) -> None:
         """Let the text begin with its last `tail` tokens, where SPARES times as many are not cached yet; 0: with all, if any were left out. Within a
@@ -324,9 +339,15 @@ class Rows:
         row.scratch = {~node if (name := names.get(node, node)) in taken and node in names else name: sees for node, sees in row.scratch.items()}
 
     def drop(self, seqs: list[Sequence]) -> None:
-        """Forget the scratch of a step that failed: its nodes' names mean others in the next."""
-        for row in map(self.of, seqs):
+        """Forget the scratch of a step that failed: its nodes' names mean others in the next; and rows in which something overflowed, which
+        would spoil whatever text comes to lie there."""
+        rows = list(map(self.of, seqs))
+        for row in rows:
             row.base, row.scratch, row.resumed = -1, {}, False
+        for row in rows:
+            if self.store.broken(row.index):
+                row.text, row.skipped = [], 0
+                self.store.clear(row.index)
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Keep the longest scored prefix of each accepted path; a row this step did not touch keeps what it had.

@@ -21,6 +21,21 @@ def windows(config: Any) -> dict[str, int | None]:
     return {t: window if t == "sliding_attention" else None for t in dict.fromkeys(types)}
 
 
+def turning(config: Any) -> tuple[int, str] | None:
+    """Up to how many positions the rotary frequencies stay what they are, and their kind, where a longer text has others: a step chooses them for all
+    of its rows by the largest position, and keys are cached as they were turned. None: they are the same for all texts."""
+    config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    found = list[tuple[int, str]]()
+    for one in (given, *[part for part in given.values() if isinstance(part, dict)]):  # some models have them by the kind of layer
+        kind = str(one.get("rope_type", "default"))
+        if kind == "longrope":
+            found.append((int(one.get("original_max_position_embeddings") or config.max_position_embeddings), kind))
+        elif "dynamic" in kind:
+            found.append((int(config.max_position_embeddings), kind))
+    return min(found, default=None)
+
+
 def routed(config: Any) -> bool:
     """Does the model choose experts?"""
     return any(getattr(config.get_text_config(), k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))

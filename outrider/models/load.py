@@ -5,8 +5,8 @@ Everything is predicted before the weights are read: a refusal costs nothing and
 
 import contextlib
 import json
+import logging
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,16 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
+from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
-from outrider.models.layers import routed
+from outrider.models.layers import routed, turning
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 ATTENTION = {"full_attention", "sliding_attention"}
+log = logging.getLogger("outrider")
 TOLERANCE = {torch.float32: 0.02, torch.float64: 0.001}  # of the logits' spread; 0.25 for half precision
 
 
@@ -89,34 +91,11 @@ def locate(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"], ignore_patterns=NOT_READ))
     except Exception as failed:
         raise OutriderError(
             f"there is no folder {path}, and as a hub id it could not be fetched", str(failed).split("\n")[0], "a local folder"
         ) from failed
-
-
-def tensors(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Name -> (dtype, shape) of all weights, from the safetensors headers; a truncated file is an error."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise OutriderError(f"{folder} holds no *.safetensors", "", "a folder saved by save_pretrained(..., safe_serialization=True)")
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in files:
-        size = file.stat().st_size
-        try:
-            with open(file, "rb") as f:
-                (length,) = struct.unpack("<Q", f.read(8))
-                header = json.loads(f.read(length))
-            end = 8 + length + max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
-            if end != size:
-                raise ValueError(f"it has {size} bytes and its header promises {end}")
-        except OSError as bad:
-            raise OutriderError(f"{file} cannot be read", bad.strerror or str(bad), "a file that you may read") from bad
-        except (ValueError, struct.error, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as bad:
-            raise OutriderError(f"{file} is damaged", str(bad), "copying or downloading it again") from bad
-        found |= {n: (t["dtype"], t["shape"]) for n, t in header.items() if n != "__metadata__"}
-    return found
 
 
 def load_config(folder: Path) -> Any:
@@ -164,12 +143,35 @@ def _kind(stored: Any) -> str:
 
 
 def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
-    """Tokens a row holds: what is asked for, 4,096 without asking; beyond the model's limit an error, or `clip`ped."""
-    text = config.get_text_config()
-    limit = next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
+    """Tokens a row holds: what is asked for, 4,096 without asking; beyond the model's limit, or beyond what leaves its rotary frequencies as they are,
+    an error, or `clip`ped."""
+    limit = positions_of(config)
+    if turns := turning(config):
+        if not clip:
+            refuse_turning(config, asked or 0)
+        limit = min(limit, turns[0])
     if asked is not None and asked > limit and not clip:
         raise OutriderError(f"context={asked} is more than the model's {limit}", "", f"context={limit}")
     return min(asked or 4096, limit)
+
+
+def positions_of(config: Any) -> int:
+    """Those that the model knows."""
+    text = config.get_text_config()
+    return next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
+
+
+def refuse_turning(config: Any, context: int) -> None:
+    """Refuse texts in the midst of which the rotary frequencies would become others."""
+    if (turns := turning(config)) and context > turns[0]:
+        why = f"beyond them its rotary frequencies ({turns[1]}) are others, and what is cached was turned by those of before"
+        raise OutriderError(f"context={context} is more than the model's {turns[0]} tokens", why, f"context={turns[0]}")
+
+
+def tell_turning(config: Any, name: str, asked: int | None, room: int) -> None:
+    """Say so where a model holds less than was asked for, or than is usual, for that reason."""
+    if (turns := turning(config)) and room < min(asked or 4096, positions_of(config)):
+        log.warning("%s holds %d tokens a text: beyond them its rotary frequencies (%s) would be others", name, room, turns[1])
 
 
 def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off", quantise: str | None = None) -> MemoryPlan:
@@ -218,6 +220,7 @@ def load_model(
     refuse_unfit(config, name)
     dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context, clip)
+    tell_turning(config, name, context, room)
     plan = memory_plan(folder, dtype, rows, room, compile if where.type == "cpu" else "off", quantise)
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
@@ -271,6 +274,7 @@ def wrap(
     plan = plan or MemoryPlan(0, 0)
     text = module.config.get_text_config()
     refuse_unfit(module.config, name)
+    refuse_turning(module.config, context)
     width = module.get_output_embeddings().weight.shape[0]
     spec = ModelSpec(
         name, vocab, min(width, tokens or width), context, text.num_hidden_layers, plan.weights,

@@ -152,6 +152,15 @@ class SlotCache:
         for block in self.blocks:
             block[:, [a, b], :, :stop] = block[:, [b, a], :, :stop]
 
+    @torch.inference_mode()
+    def broken(self, row: int) -> bool:
+        return any(not part[row].isfinite().all() for block in self.blocks for part in block)  # one by one: a whole row may be large
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        for block in self.blocks:
+            block[:, row] = 0
+
 
 def _lies(block: Tensor) -> tuple[int, int, int, int, int, int, int]:
     """Where a block begins, the bytes from row to row, and what else `races.moved` asks of it."""

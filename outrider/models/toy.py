@@ -31,6 +31,12 @@ class TokenStore:
     def swap(self, a: int, b: int, stop: int) -> None:
         self.cells[[a, b], :stop] = self.cells[[b, a], :stop]
 
+    def broken(self, row: int) -> bool:
+        return False  # all of them are tokens
+
+    def clear(self, row: int) -> None:
+        self.cells[row] = -1
+
 
 @functools.lru_cache(maxsize=1 << 16)
 def _table(vocab: int, seed: int, seen: tuple[int, ...]) -> NDArray[np.float64]:

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import logging
 from typing import Any
 
 from outrider.core.errors import OutriderError
+
+log = logging.getLogger("outrider")
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -24,3 +27,9 @@ def check_pair(target: Any, draft: Any, target_name: str, draft_name: str) -> No
         f"{len(a)} and {len(b)} tokens; {odd!r} is id {a.get(odd)} in one and {b.get(odd)} in the other",
         "a draft of the same model family, or drafters=['lookup'], which needs no second model",
     )
+
+
+def tell_fewer(draft: int, target: int, name: str) -> None:
+    """Say so where a draft's embedding has fewer ids than the target may write: it cannot read the others, though its tokenizer knows them."""
+    if draft < target:
+        log.warning("%s has %d of the target's %d ids: it guesses nothing in texts that hold others", name, draft, target)

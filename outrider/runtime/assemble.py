@@ -33,7 +33,7 @@ from outrider.models.compiled import SHAPES, has_compiler
 from outrider.models.compiled import VERSION as PACKAGES
 from outrider.models.exits import EarlyExit, check
 from outrider.models.microkernel import has_kernels
-from outrider.models.vocab import check_pair
+from outrider.models.vocab import check_pair, tell_fewer
 from outrider.runtime import profiler
 from outrider.runtime.door import Runtime
 from outrider.runtime.engine import Engine
@@ -257,4 +257,5 @@ def _drafter(
     source, quantise = (target_name, path) if kind == "quantised" else (path, None)
     model, own, plan = models.load_model(source, name=label, context=target.spec.context, clip=True, quantise=quantise, **how)
     check_pair(tokenizer, own, target_name, path)
+    tell_fewer(model.spec.vocab_size, target.spec.vocab_size, label)
     return make(model, label, target.spec.vocab_size), plan

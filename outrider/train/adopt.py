@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.errors import OutriderError
-from outrider.models.load import load_config, load_tokenizer, refuse_unfit, tensors
+from outrider.models.files import tensors
+from outrider.models.load import load_config, load_tokenizer, refuse_unfit
 from outrider.train.pretrain import common
 
 
