@@ -74,12 +74,17 @@ def test_a_run_tells_of_every_contender_and_who_was_best(tmp_path, monkeypatch):
 
 
 def test_the_guarantee_is_held_against_plain_decoding_of_the_same_minute(tmp_path, monkeypatch):
-    """The whole benchmark on the reference pair, eagerly: its three cases, and of each text what was promised."""
+    """The whole benchmark on a tiny pair, eagerly: its three cases, and of each text what was promised."""
+    target, draft = tiny_folder(tmp_path / "target"), tiny_folder(tmp_path / "draft", jitter=0.03)
+    monkeypatch.setattr(guarantee, "reference", SimpleNamespace(target=lambda: target, draft=lambda: draft))
+    monkeypatch.setattr(
+        prompts, "load", lambda c: [Prompt(f"{c}-{i}", c, "the quick brown fox"[i:], None, float(c == "open_ended")) for i in range(3)]
+    )
     sweep = guarantee.profiler.sweep
     monkeypatch.setattr(
         guarantee.profiler, "sweep", lambda engine, tables, **how: sweep(engine, tables, patience=0.3, repeats=1, sampled=how["sampled"])
     )
-    result = guarantee.guarantee(1, 4, 2, lambda said: None, compile="off")
+    result = guarantee.guarantee(1, 4, 2, lambda said: None, compile="off", dtype="float32", device="cpu")
     assert [row["case"] for row in result["rows"]] == ["random weights"] * 4 + ["20x slower"] * 4 + ["open-ended, T = 1"] * 3
     assert all(
         row["promised"] >= 1.05 + GRANT / 4 and row["same_low"] <= row["same"] <= row["same_high"] and row["ratio"] > 0 for row in result["rows"]
