@@ -59,12 +59,6 @@ def test_a_file_instead_of_a_folder(copy):
     assert error.try_this == str(copy)
 
 
-def test_a_file_of_another_format_names_what_is_read(tmp_path):
-    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
-    error = refused(lambda: outrider.load(file, []), "m.gguf is no folder", "llama.cpp's format and is not read here")
-    assert error.try_this == "the same model's folder or hub id with *.safetensors"
-
-
 def test_a_folder_without_config_is_not_the_remedy_for_a_file(tmp_path, monkeypatch):
     (tmp_path / "weights.bin").write_bytes(b"")
     monkeypatch.chdir(tmp_path)

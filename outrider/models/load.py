@@ -20,6 +20,7 @@ from transformers.utils import logging as hf_logging
 from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, ModelSpec, Request, SamplingParams, Sequence
+from outrider.models import gguf
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
 from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
@@ -72,16 +73,14 @@ def pick_dtype(config: Any, name: str, device: torch.device) -> str:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """The local folder of a model; a hub id is downloaded by transformers' own client."""
+    """The local folder of a model; a hub id is downloaded by transformers' own client, and a GGUF file is written as a folder."""
     if not isinstance(path, (str, os.PathLike)):
-        raise OutriderError(f"{path!r} is no model", "", "the path of a folder, or a hub id like owner/name")
+        raise OutriderError(f"{path!r} is no model", "", "the path of a folder or GGUF file, or a hub id like owner/name")
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.suffix == ".gguf":
-        raise OutriderError(
-            f"{path} is no folder", "GGUF is llama.cpp's format and is not read here", "the same model's folder or hub id with *.safetensors"
-        )
+    if folder.suffix == ".gguf" and (folder.is_file() or (str(path).count("/") > 1 and not str(path).startswith((".", "/", "~")))):
+        return gguf.folder_of(folder if folder.is_file() else gguf.fetched(str(path)))
     if folder.exists():
         beside = (folder.parent / "config.json").is_file()
         remedy = f"{folder.parent.absolute()}" if beside else "the path of a folder with config.json and *.safetensors"
