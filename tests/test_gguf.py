@@ -9,8 +9,12 @@ import pytest
 import torch
 from gguf.quants import quantize
 from test_bad_input import refused
-from tiny import BOS, EOS, TEMPLATE, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import BOS, CORPUS, EOS, TEMPLATE, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import outrider
 from outrider.models import gguf as ours
@@ -26,8 +30,8 @@ def source(path: Path, family: str, **more) -> Path:
     """A folder that transformers wrote. Its weights are large, so that no two dims do alike."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=256, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, head_dim=16, **more,
+        family, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256, tie_word_embeddings=False, head_dim=16, **{"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1} | more,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -39,7 +43,7 @@ def source(path: Path, family: str, **more) -> Path:
 
 
 def written(
-    folder: Path, file: Path, kind: KIND = KIND.F32, *, keys: dict | None = None, pre: str = "gpt-2", extra: str = "", leave: str = ""
+    folder: Path, file: Path, kind: KIND = KIND.F32, *, keys: dict | None = None, pre: str | bool = "gpt-2", extra: str = "", leave: str = ""
 ) -> Path:
     """The file that llama.cpp's converter writes of a folder."""
     model, config = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoConfig.from_pretrained(folder)
@@ -57,7 +61,7 @@ def written(
     out.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in (keys or {}).items():
         {str: out.add_string, int: out.add_uint32, list: out.add_array}[type(value)](key, value)
-    _tokenizer(out, folder, pre)
+    (_spaced if isinstance(pre, bool) else _tokenizer)(out, folder, pre)
     for name, weight in model.state_dict().items():
         if weight is not None and not (leave and leave in name):
             _tensor(out, config, name, weight.numpy(), kind)
@@ -83,6 +87,38 @@ def _tokenizer(out: gguf.GGUFWriter, folder: Path, pre: str) -> None:
     out.add_eos_token_id(1)
     out.add_add_bos_token(True)
     out.add_chat_template(TEMPLATE)
+
+
+def spaced(path: Path, before: bool) -> Path:
+    """A folder whose tokenizer is as sentencepiece's are: spaces are letters, and bytes are tokens."""
+    tokenizer = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space] if before else [space])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * before]
+    tokenizer.decoder = decoders.Sequence(steps)
+    marks = ["<unk>", BOS, EOS, *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer.train_from_iterator(CORPUS, BpeTrainer(vocab_size=340, special_tokens=marks, show_progress=False))
+    told = json.loads(tokenizer.to_str())
+    told["added_tokens"] = told["added_tokens"][:3]  # bytes are no markers
+    tokenizer = Tokenizer.from_str(json.dumps(told))
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    source(path, "llama", vocab_size=340, bos_token_id=1, eos_token_id=2)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token="<unk>").save_pretrained(path)
+    return path
+
+
+def _spaced(out: gguf.GGUFWriter, folder: Path, before: bool) -> None:
+    """What sentencepiece writes: a score for each token, the first made the highest."""
+    vocab = list(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    out.add_tokenizer_model("llama")
+    out.add_token_list(vocab)
+    out.add_token_scores([-float(i) for i in range(len(vocab))])
+    out.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(vocab) - 259)])
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(2)
+    out.add_unk_token_id(0)
+    if not before:
+        out.add_add_space_prefix(False)
 
 
 def _tensor(out: gguf.GGUFWriter, config, name: str, weight: np.ndarray, kind: KIND) -> None:
@@ -169,6 +205,15 @@ def test_a_tokenizer_that_lies_beside_a_file_is_not_the_file_s(tmp_path, cache, 
     assert len(load.load_tokenizer(load.locate(file))) == 300
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("text", [TEXT, " begins with a space", "  two", "", "né <0x41>", f"the{EOS}quick{EOS} fox", "a\n\n b", "日本 🙂"])
+def test_spaces_are_put_where_llama_cpp_puts_them(tmp_path, cache, before, text):
+    own = spaced(tmp_path / "own", before)
+    theirs, mine = (load.load_tokenizer(folder) for folder in (own, load.locate(written(own, tmp_path / "own.gguf", pre=before))))
+    tokens = theirs.encode(text)
+    assert mine.encode(text) == tokens and mine.decode(tokens) == theirs.decode(tokens) and fingerprint(mine) == fingerprint(theirs)
+
+
 @pytest.mark.parametrize("pre, pieces", [("llama-bpe", 1), ("gpt-2", 1), ("qwen2", 1)])
 def test_a_word_that_is_a_token_is_that_token_in_llama_3(tmp_path, cache, folder, pre, pieces):
     """Whatever its merges say: of the last token here the file names none."""
@@ -193,7 +238,9 @@ def test_a_file_is_written_once_and_again_where_it_is_another(tmp_path, cache, f
     assert load.locate(file) == place and place.is_relative_to(cache) and times == [1]
     file.rename(tmp_path / "elsewhere.gguf")
     written(folder, file, KIND.F16)
-    assert load.locate(file) != place and times == [1, 1]
+    assert (other := load.locate(file)) != place and times == [1, 1]
+    monkeypatch.setattr(ours, "VERSION", ours.VERSION + 1)
+    assert load.locate(file) != other and times == [1, 1, 1], "what is written of a file has changed"
 
 
 def test_a_folder_that_was_begun_is_not_taken_for_one(tmp_path, cache, folder, monkeypatch):

@@ -24,6 +24,7 @@ from outrider.core.cache import cache_folder, contents, used
 from outrider.core.errors import OutriderError
 from outrider.models.files import INDEX
 
+VERSION = 1  # of the folders: what another version wrote of a file is written anew
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which have the names that transformers gives them
 WHOLE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # kinds of weights that are kept as they are
 TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -65,7 +66,7 @@ def folder_of(file: Path) -> Path:
     if PART.search(file.stem):
         raise OutriderError(f"{file} is a part of a model", "only whole files are read", "llama-gguf-split --merge, or " + ELSEWHERE)
     try:
-        place = cache_folder() / "gguf" / contents(file).hex()[:24] / file.stem
+        place = cache_folder() / "gguf" / f"{VERSION}-{contents(file).hex()[:24]}" / file.stem
     except OSError as bad:
         raise OutriderError(f"{file} cannot be read", bad.strerror or str(bad), "a file that you may read") from bad
     if not place.is_dir():
@@ -217,7 +218,17 @@ def _write_tokenizer(held: Stored, folder: Path) -> None:
         told = json.loads((folder / "tokenizer.json").read_text("utf-8"))
         told["added_tokens"] = [token for token in told["added_tokens"] if token["id"] < held.config.vocab_size]
         told["model"] |= {"ignore_merges": True} if held.about.get("tokenizer.ggml.pre") in LLAMA3 else {}
+        if held.about["tokenizer.ggml.model"] == "llama":
+            _space(told, before=held.about.get("tokenizer.ggml.add_space_prefix", True))
         (folder / "tokenizer.json").write_text(json.dumps(told, ensure_ascii=False), "utf-8")
     except Exception as bad:  # whatever a tokenizer that is none leads to
         raise OutriderError(f"the tokenizer of {held.file} cannot be read", f"{type(bad).__name__}: {bad}", ELSEWHERE) from bad
     alone.unlink()
+
+
+def _space(told: dict[str, Any], *, before: bool) -> None:
+    """Put a space before a text and behind each marker, as llama.cpp does, even where one is there; nowhere, if not `before`."""
+    spaces = [{"type": "Prepend", "prepend": "▁"}] * before + [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    told |= {"normalizer": {"type": "Sequence", "normalizers": spaces}, "pre_tokenizer": None}
+    if not before:
+        told["decoder"]["decoders"] = [step for step in told["decoder"]["decoders"] if step["type"] != "Strip"]
