@@ -53,8 +53,8 @@ def writable(file: Path | None) -> Path | None:
     return file
 
 
-Target = Annotated[str | None, typer.Option(help="Folder or hub id of the target; default: the embedded reference pair.")]
-Draft = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
+Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of the target; default: the embedded reference pair.")]
+Draft = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model.")]
 Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]
 Depth = Annotated[int, typer.Option(help="Tokens drafted ahead.")]
 Ahead = Annotated[int | None, typer.Option("--depth", help="Tokens drafted ahead at every step; default: decided at each.")]

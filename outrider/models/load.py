@@ -1,4 +1,4 @@
-"""From a folder or hub id to a Model that was checked: files whole, memory enough, cache exact.
+"""From a folder, GGUF file or hub id to a Model that was checked: files whole, memory enough, cache exact.
 
 Everything is predicted before the weights are read: a refusal costs nothing and names the numbers.
 """
@@ -208,7 +208,7 @@ def load_model(
     name: str | None = None, check: bool = True, clip: bool = False, compile: str = "off",
     quantise: str | None = None,
 ) -> tuple[HFModel, Any, MemoryPlan]:  # fmt: skip
-    """(model, tokenizer, memory plan) from a folder or hub id.
+    """(model, tokenizer, memory plan) from a folder, GGUF file or hub id.
 
     dtype auto is float32 on a CPU and the checkpoint's own on a GPU. Raises OutriderError for files that are missing
     or damaged, too little memory, and classes that cannot be run exactly.

@@ -53,7 +53,7 @@ STAGED = "staged:"  # drafters of which each takes over from the one before
 def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Drafter] | None = None, **settings: Any) -> Runtime:
     """A Runtime for a target model and its drafters.
 
-    target: a folder or hub id; None is the embedded reference pair. drafters: "lookup", "model:PATH" or Drafter
+    target: a folder, GGUF file or hub id; None is the embedded reference pair. drafters: "lookup", "model:PATH" or Drafter
     objects; None is lookup, and the reference draft for the reference target; [] is plain decoding.
     settings: fields of core.config.LoadSettings. Raises OutriderError before anything large is read.
     """
