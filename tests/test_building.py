@@ -23,6 +23,7 @@ from tiny import tiny_folder
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
+from outrider.core.cache import UNUSED
 from outrider.core.errors import OutriderError
 from outrider.models import builder as builder_module
 from outrider.models import compiled, load, room
@@ -380,7 +381,7 @@ def test_packages_that_nobody_takes_up_are_removed_one_day(cache, alive):
         (place / "any.pt2").write_bytes(b"weights")
     (held / "lock").write_text(str(alive))
     for place, age in ((ours, 2.0), (young, 0.9), (old, 1.1), (held, 2.0), (elsewhere, 2.0)):
-        os.utime(place, (0, time.time() - age * builder_module.UNUSED))
+        os.utime(place, (0, time.time() - age * UNUSED))
     (cache / "steps" / "note").write_text("of the user's")
     os.utime(cache / "steps" / "note", (0, 0))
     builder_module._clean(elsewhere.parent / "new")

@@ -1,6 +1,10 @@
 """GGUF files: what is written of one is the model that it was made of, and what would be lost is refused."""
 
 import json
+import os
+import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import gguf
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import quantize
+from safetensors import SafetensorError
 from test_bad_input import refused
 from tiny import BOS, CORPUS, EOS, TEMPLATE, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, normalizers
@@ -17,6 +22,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import outrider
+from outrider.core.cache import UNUSED
 from outrider.models import gguf as ours
 from outrider.models import load
 from outrider.models.vocab import fingerprint
@@ -43,8 +49,9 @@ def source(path: Path, family: str, **more) -> Path:
 
 
 def written(
-    folder: Path, file: Path, kind: KIND = KIND.F32, *, keys: dict | None = None, pre: str | bool = "gpt-2", extra: str = "", leave: str = ""
-) -> Path:
+    folder: Path, file: Path, kind: KIND = KIND.F32, *, keys: dict | None = None, pre: str | bool = "gpt-2", extra: str = "", leave: str = "",
+    kinds: dict | None = None,
+) -> Path:  # fmt: skip
     """The file that llama.cpp's converter writes of a folder."""
     model, config = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoConfig.from_pretrained(folder)
     out = gguf.GGUFWriter(file, config.model_type)
@@ -59,12 +66,14 @@ def written(
     out.add_rope_dimension_count(config.head_dim)
     out.add_rope_freq_base(config.rope_parameters["rope_theta"])
     out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for key, value in (keys or {}).items():
-        {str: out.add_string, int: out.add_uint32, list: out.add_array}[type(value)](key, value)
     (_spaced if isinstance(pre, bool) else _tokenizer)(out, folder, pre)
+    for key, value in (keys or {}).items():
+        out.kv_data[0].pop(key, None)
+        if value is not None:
+            {str: out.add_string, bool: out.add_bool, int: out.add_uint32, float: out.add_float32, list: out.add_array}[type(value)](key, value)
     for name, weight in model.state_dict().items():
         if weight is not None and not (leave and leave in name):
-            _tensor(out, config, name, weight.numpy(), kind)
+            _tensor(out, config, name, weight.numpy(), (kinds or {}).get(name, kind))
     if config.rope_parameters["rope_type"] == "llama3":
         out.add_tensor(ours.TURNED, _llama3(config))
     if extra:
@@ -82,7 +91,7 @@ def _tokenizer(out: gguf.GGUFWriter, folder: Path, pre: str) -> None:
     out.add_tokenizer_pre(pre)
     out.add_token_list(list(model["vocab"]))
     out.add_token_types([3 if token in (BOS, EOS) else 1 for token in model["vocab"]])
-    out.add_token_merges([" ".join(pair) for pair in model["merges"][: -1 if pre == "llama-bpe" else None]])
+    out.add_token_merges([" ".join(pair) for pair in model["merges"]])
     out.add_bos_token_id(0)
     out.add_eos_token_id(1)
     out.add_add_bos_token(True)
@@ -214,11 +223,87 @@ def test_spaces_are_put_where_llama_cpp_puts_them(tmp_path, cache, before, text)
     assert mine.encode(text) == tokens and mine.decode(tokens) == theirs.decode(tokens) and fingerprint(mine) == fingerprint(theirs)
 
 
-@pytest.mark.parametrize("pre, pieces", [("llama-bpe", 1), ("gpt-2", 1), ("qwen2", 1)])
-def test_a_word_that_is_a_token_is_that_token_in_llama_3(tmp_path, cache, folder, pre, pieces):
-    """Whatever its merges say: of the last token here the file names none."""
-    tokenizer = load.load_tokenizer(load.locate(written(folder, tmp_path / "own.gguf", pre=pre)))
-    assert len(tokenizer.encode(tokenizer.decode([299]), add_special_tokens=False)) == pieces
+@pytest.mark.parametrize("pre, pieces", [("llama-bpe", 1), ("tekken", 1), ("gpt-2", 2), ("qwen2", 2)])
+def test_a_word_that_is_a_token_is_that_token_where_the_model_says_so(tmp_path, cache, folder, pre, pieces):
+    """Whatever its merges say: here the file names none of the last token."""
+    file = written(folder, tmp_path / "own.gguf", pre=pre, keys={"tokenizer.ggml.merges": merges(folder)[:-1]})
+    tokenizer = load.load_tokenizer(load.locate(file))
+    word = tokenizer.decode([299])
+    assert len(tokenizer.encode(word, add_special_tokens=False)) == pieces, word
+
+
+@pytest.mark.parametrize("pre, together", [("smollm", False), ("gpt-2", True)])
+def test_digits_are_cut_from_one_another_for_smollm(tmp_path, cache, folder, pre, together):
+    file = renamed(
+        folder, tmp_path / "own.gguf", {"19": 1}, 299, **{"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": ["1 9", *merges(folder)[:-1]]}
+    )
+    tokenizer = load.load_tokenizer(load.locate(file))
+    found = tokenizer.encode("in 1984, a19")
+    assert found.count(299) == 2 * together and tokenizer.decode(found, skip_special_tokens=True) == "in 1984, a19"
+
+
+@pytest.mark.parametrize(
+    "pre, key, begins",
+    [("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", None, False), ("gpt-2", True, True), ("tekken", None, True)],
+)
+def test_texts_begin_as_llama_cpp_begins_them(tmp_path, cache, folder, pre, key, begins):
+    """Files seldom say so: with <bos>, if the model is a Llama 3."""
+    keys = {"tokenizer.ggml.add_bos_token": key, "tokenizer.ggml.add_eos_token": key}
+    tokenizer = load.load_tokenizer(load.locate(written(folder, tmp_path / "own.gguf", pre=pre, keys=keys)))
+    found, own = tokenizer.encode("hello"), tokenizer.encode("hello", add_special_tokens=False)
+    assert found == [0] * begins + own + [1] * bool(key)
+
+
+def test_sentencepiece_s_own_ids_hold_where_a_file_names_none(tmp_path, cache):
+    own = spaced(tmp_path / "own", True)
+    keys = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos", "unknown")}
+    place = load.locate(written(own, tmp_path / "own.gguf", pre=True, keys=keys))
+    tokenizer = load.load_tokenizer(place)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2) and tokenizer.encode("hello")[0] == 1
+    assert json.loads((place / "generation_config.json").read_text()) == {"eos_token_id": [2]}
+
+
+MARKS = ["<\uff5cUser\uff5c>", "<think>", "<|im_end|>", "<|eot_id|>", "[PAD296]", "[PAD297]", "[PAD298]", "[PAD299]"]
+
+
+def renamed(folder: Path, file: Path, last: dict[str, int], real: int, **more) -> Path:
+    """A file of so many of the folder's tokens, and these, of such kinds."""
+    tokens = [*list(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])[:real], *last]
+    keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, 3, *[1] * (real - 2), *last.values()]}
+    keys["tokenizer.ggml.merges"] = [m for m in merges(folder) if m.replace(" ", "") in tokens]
+    return written(folder, file, keys=keys | more)
+
+
+def merges(folder: Path) -> list[str]:
+    return [" ".join(pair) for pair in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
+
+
+def test_markers_are_one_token_each_and_ends_are_known_by_their_names(tmp_path, cache, folder):
+    """Also those of letters that no byte stands for, one of which begins texts; what fills the embedding up is no token."""
+    file = renamed(
+        folder, tmp_path / "own.gguf", dict(zip(MARKS, [3, 4, 3, 3, 5, 5, 5, 5], strict=True)), 292, **{"tokenizer.ggml.bos_token_id": 292}
+    )
+    place = load.locate(file)
+    tokenizer = load.load_tokenizer(place)
+    assert len(tokenizer) == 296 and tokenizer.bos_token_id == 292
+    for i, mark in enumerate(MARKS[:4], 292):
+        assert tokenizer.encode(f"{mark}fox", add_special_tokens=False) == [i, *tokenizer.encode("fox", add_special_tokens=False)], mark
+    assert tokenizer.encode("fox")[0] == 292
+    assert tokenizer.decode([293, 292], skip_special_tokens=True) == "<think>", "which is said, the other is not"
+    assert json.loads((place / "generation_config.json").read_text()) == {"eos_token_id": [1, 294, 295]}
+
+
+def test_markers_that_cannot_be_told_apart(tmp_path, cache, folder):
+    file = renamed(folder, tmp_path / "own.gguf", {EOS: 3}, 299)  # which is token 1, too
+    refused(lambda: load.locate(file), "the tokenizer of", "own.gguf cannot be read")
+
+
+def test_padding_keeps_nobody_from_drafting(tmp_path, cache, folder):
+    """Converters fill the vocabulary up to the rows of the embedding, of which two models of a family may have different ones."""
+    full = renamed(folder, tmp_path / "own.gguf", dict.fromkeys(MARKS[4:], 5), 296)
+    small = renamed(source(tmp_path / "small", "llama", vocab_size=298), tmp_path / "small.gguf", dict.fromkeys(MARKS[4:6], 5), 296)
+    rt = outrider.load(full, [f"model:{small}"], depth=2, dtype="float32")
+    assert len(rt.tokenizer) == 296 and rt.generate(TEXT, max_tokens=8).stats["drafted"] > 0
 
 
 def test_weights_of_a_kind_that_nobody_can_read(tmp_path, cache, folder, monkeypatch):
@@ -229,6 +314,24 @@ def test_weights_of_a_kind_that_nobody_can_read(tmp_path, cache, folder, monkeyp
     monkeypatch.setattr(gguf, "dequantize", unknown)
     refused(lambda: load.locate(file), "own.gguf cannot be read", "F32 is not yet implemented", "a newer gguf package")
     assert not list(cache.rglob("config.json"))
+
+
+def test_whole_weights_of_two_kinds_lose_no_bit(tmp_path, cache, folder):
+    file = written(folder, tmp_path / "own.gguf", KIND.F16, kinds={"lm_head.weight": KIND.F32})
+    found = outrider.load(file, [], dtype="float32").engine.target.module.state_dict()
+    assert torch.equal(found["lm_head.weight"], AutoModelForCausalLM.from_pretrained(folder).state_dict()["lm_head.weight"])
+
+
+def test_what_says_no_or_nothing_is_read_as_nothing(tmp_path, cache, folder):
+    keys = {
+        "llama.expert_count": 0,
+        "llama.attention.causal": True,
+        "llama.rope.scaling.factor": 1.0,
+        "llama.tensor_data_layout": "Meta AI original pth",
+    }
+    assert load.load_config(load.locate(written(folder, tmp_path / "own.gguf", keys=keys))).model_type == "llama"
+    keys = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    assert load.load_config(load.locate(written(folder, tmp_path / "other.gguf", keys=keys))).rope_parameters["rope_type"] == "default"
 
 
 def test_a_file_is_written_once_and_again_where_it_is_another(tmp_path, cache, folder, monkeypatch):
@@ -249,11 +352,36 @@ def test_a_folder_that_was_begun_is_not_taken_for_one(tmp_path, cache, folder, m
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ours, "save_file", full)
-    refused(lambda: load.locate(file), "cannot be written as", "No space left", "OUTRIDER_CACHE")
-    assert not [p for p in cache.rglob("*") if p.is_file() and "contents" not in p.parts]
+    def fuller(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    for failing in (full, fuller):
+        monkeypatch.setattr(ours, "save_file", failing)
+        refused(lambda: load.locate(file), "cannot be written as", "No space left", "OUTRIDER_CACHE")
+        assert not [p for p in cache.rglob("*") if p.is_file() and "contents" not in p.parts]
     monkeypatch.setattr(ours, "save_file", save)
     assert (load.locate(file) / "config.json").is_file()
+
+
+def test_a_cache_that_cannot_be_written_to(tmp_path, cache, folder):
+    file = written(folder, tmp_path / "own.gguf")
+    cache.mkdir()
+    (cache / "gguf").touch()
+    refused(lambda: load.locate(file), "own.gguf cannot be written as", "Not a directory", "OUTRIDER_CACHE")
+
+
+def test_what_killed_processes_left_is_removed_and_what_nobody_took_up_for_long(tmp_path, cache, folder):
+    file = written(folder, tmp_path / "own.gguf")
+    place = load.locate(file)
+    other = load.locate(written(folder, tmp_path / "other.gguf", KIND.F16))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name in (f".{gone.pid}-1", f".{os.getpid()}-1", ".theirs"):
+        (place.parent / name).mkdir()
+    os.utime(other, (0, time.time() - 1.1 * UNUSED))
+    shutil.rmtree(place)
+    assert load.locate(file) == place and not other.exists()
+    assert {p.name for p in place.parent.iterdir()} == {"own", f".{os.getpid()}-1", ".theirs"}
 
 
 def test_another_process_that_was_first_is_taken_at_its_word(tmp_path, cache, folder, monkeypatch):
@@ -279,7 +407,11 @@ def test_another_process_that_was_first_is_taken_at_its_word(tmp_path, cache, fo
         ({"extra": "blk.0.attn_sinks.weight"}, "its weights blk.0.attn_sinks.weight are not known here"),
         ({"extra": "blk.0.attn_q.bias"}, "its weights blk.0.attn_q.bias are not known here"),
         ({"extra": ours.TURNED}, "are not those of Llama 3"),
+        ({"keys": {"llama.rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor is not known here"),
+        ({"keys": {"llama.attention.causal": False}}, "llama.attention.causal is not known here"),
         ({"pre": "unheard-of"}, "its tokenizer (gpt2, unheard-of) is not known here"),
+        ({"pre": "default"}, "its tokenizer (gpt2, default) is not known here"),
+        ({"keys": {"tokenizer.ggml.pre": None}}, "its tokenizer (gpt2, default) is not known here"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused(tmp_path, cache, folder, how, why):
@@ -308,9 +440,15 @@ def test_a_file_that_is_cut_short(tmp_path, cache, folder, at):
     refused(lambda: load.locate(file), "cut.gguf is damaged, or no GGUF file", "downloading it again")
 
 
+def test_heads_that_do_not_fit(tmp_path, cache, folder):
+    refused(lambda: load.locate(written(folder, tmp_path / "own.gguf", keys={"llama.attention.head_count": 5})), "own.gguf is damaged")
+    refused(lambda: load.locate(written(folder, tmp_path / "one.gguf", keys={"llama.attention.head_count_kv": 3})), "one.gguf is damaged")
+
+
 def test_a_part_of_a_file_names_how_to_join_them(tmp_path, cache):
     (file := tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
-    refused(lambda: load.locate(file), "is a part of a model", "llama-gguf-split --merge")
+    for path in (file, "owner/name/m-00001-of-00002.gguf"):
+        refused(lambda path=path: load.locate(path), "is a part of a model", "llama-gguf-split --merge")
 
 
 def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path, cache, folder, monkeypatch):
@@ -331,8 +469,16 @@ def test_a_file_of_the_hub_is_fetched_by_its_name(tmp_path, cache, folder, monke
     file, asked = written(folder, tmp_path / "own.gguf"), []
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *what: (asked.append(what), str(file))[1])
     assert (load.locate("owner/name/sub/own.gguf") / "config.json").is_file() and asked == [("owner/name", "sub/own.gguf")]
-    refused(lambda: load.locate("./nowhere.gguf"), "there is no folder ./nowhere.gguf")
-    monkeypatch.undo()
+    for path in ("./nowhere.gguf", "/a/b/nowhere.gguf", "models/nowhere.gguf", "nowhere.GGUF"):
+        refused(lambda path=path: load.locate(path), f"there is no file {path}", "OWNER/NAME/FILE.gguf")
+    assert len(asked) == 1, "what is meant as a place here is not asked for"
+
+    def offline(*_):
+        raise ConnectionError("no way there")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    refused(lambda: load.locate("owner/name/own.gguf"), "from the hub it could not be fetched. no way there")
+    assert (load.locate(file.rename(tmp_path / "OWN.GGUF")) / "config.json").is_file()
 
 
 def test_two_files_of_one_tokenizer_are_a_pair(tmp_path, cache, folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from outrider.core.errors import OutriderError
 
+UNUSED = 60 * 86_400.0  # seconds after which what carries a model's weights, and nobody took up, is removed
 REMEDY = "OUTRIDER_CACHE=FOLDER, of one that can be written to"
 
 

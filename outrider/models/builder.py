@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.core.cache import cache_place, held, remove, step_back
+from outrider.core.cache import UNUSED, cache_place, held, remove, step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel, room
@@ -29,7 +29,6 @@ STACK = "aot_inductor.allow_stack_allocation"  # what lies between kernels is no
 STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 ROOM = 256  # tokens of the row that they are exported with; how many there are is a symbol
-UNUSED = 60 * 86_400.0  # seconds after which packages that nobody took up are removed
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 

@@ -8,20 +8,25 @@ Source: the tables of names and the order of rotary dims, gguf-py and llama.cpp'
 import json
 import logging
 import math
+import os
 import re
 import shutil
-import tempfile
+import time
 from collections import defaultdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
-from outrider.core.cache import cache_folder, contents, used
+from outrider.core.cache import UNUSED, cache_folder, contents, used
 from outrider.core.errors import OutriderError
+from outrider.models import gguf_tokenizer
 from outrider.models.files import INDEX
 
 VERSION = 1  # of the folders: what another version wrote of a file is written anew
@@ -38,33 +43,23 @@ TURNED = "rope_freqs.weight"  # by how much Llama 3 turns each pair of dims less
 KNOWN = {
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "rope.freq_base", "rope.dimension_count",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "tensor_data_layout",
 }  # fmt: skip
-LLAMA3 = ("llama3", "llama-v3", "llama-bpe")  # there a word that is a token is that token, whatever the merges say
-SPLITS = {"llama": ("default",), "gpt2": ("default", "gpt-2", "qwen2", "deepseek-r1-qwen", *LLAMA3)}  # ways to cut texts that transformers knows
-LISTS = {f"tokenizer.ggml.{of}" for of in ("tokens", "scores", "token_type", "merges")}  # the tokenizer's alone
+NEWS = {"attention.causal"}  # keys that say most where they say no
+LISTS = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}  # long, and the tokenizer's alone
 PART = re.compile(r"-\d{5}-of-\d{5}$")
 ELSEWHERE = "the same model's folder or hub id with *.safetensors"
 log = logging.getLogger("outrider")
 
 
-def fetched(path: str) -> Path:
-    """The file OWNER/NAME/FILE.gguf of the hub, downloaded by transformers' own client."""
-    from huggingface_hub import hf_hub_download
-
-    owner, name, *inside = path.split("/")
-    try:
-        return Path(hf_hub_download(f"{owner}/{name}", "/".join(inside)))
-    except Exception as failed:
-        why = str(failed).split("\n")[0]
-        raise OutriderError(
-            f"there is no file {path}, and from the hub it could not be fetched", why, "a local file, or OWNER/NAME/FILE.gguf"
-        ) from failed
-
-
-def folder_of(file: Path) -> Path:
-    """The folder that a file was written as, now if not before. Raises OutriderError where it cannot be read exactly, or what it takes is not there."""
+def folder_of(path: str) -> Path:
+    """The folder that a file, or OWNER/NAME/FILE.gguf of the hub, was written as, now if not before. Raises OutriderError where it cannot be read
+    exactly, or what it takes is not there."""
+    file = Path(path).expanduser()
     if PART.search(file.stem):
-        raise OutriderError(f"{file} is a part of a model", "only whole files are read", "llama-gguf-split --merge, or " + ELSEWHERE)
+        raise OutriderError(f"{path} is a part of a model", "only whole files are read", "llama-gguf-split --merge, or " + ELSEWHERE)
+    if not file.is_file():
+        file = _fetched(path)
     try:
         place = cache_folder() / "gguf" / f"{VERSION}-{contents(file).hex()[:24]}" / file.stem
     except OSError as bad:
@@ -73,6 +68,22 @@ def folder_of(file: Path) -> Path:
         _written(Stored(file), place)
     used(place)
     return place
+
+
+def _fetched(path: str) -> Path:
+    """A file of the hub, downloaded by transformers' own client."""
+    from huggingface_hub import hf_hub_download
+
+    owner, _, rest = path.partition("/")
+    name, _, inside = rest.partition("/")
+    if not inside or path.startswith((".", "/", "~")):
+        raise OutriderError(f"there is no file {path}", "", "the path of a GGUF file, or OWNER/NAME/FILE.gguf of the hub")
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", inside))
+    except Exception as failed:
+        why = str(failed).split("\n")[0]
+        remedy = "the path of a GGUF file, or OWNER/NAME/FILE.gguf of the hub"
+        raise OutriderError(f"there is no file {path}, and from the hub it could not be fetched", why, remedy) from failed
 
 
 class Stored:
@@ -93,10 +104,12 @@ class Stored:
             turned = held.pop(TURNED, None)
             self.tensors = {str(self._named(name)): t for name, t in held.items()}
             self.config = self._config(held, None if turned is None else self._whole(turned))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as bad:
+        except OutriderError:
+            raise
+        except Exception as bad:  # whatever numbers that are none lead to
             raise OutriderError(f"{file} is damaged, or no GGUF file", f"{type(bad).__name__}: {bad}", "copying or downloading it again") from bad
         kinds = {t.tensor_type.name for t in self.tensors.values() if len(t.shape) > 1}  # norms are float32 in every file
-        self.dtype = WHOLE[kinds.pop()] if len(kinds) == 1 and kinds <= WHOLE.keys() else torch.bfloat16
+        self.dtype = reduce(torch.promote_types, map(WHOLE.__getitem__, kinds)) if kinds and kinds <= WHOLE.keys() else torch.bfloat16
 
     def _named(self, name: str) -> str | None:
         """A tensor's name in transformers."""
@@ -110,18 +123,21 @@ class Stored:
 
     def _refuse(self, held: dict[str, Any]) -> None:
         """Refuse by name what would be lost."""
-        prefix, model, split = f"{self.family}.", self.about.get("tokenizer.ggml.model"), self.about.get("tokenizer.ggml.pre", "default")
-        scaled = self._of("rope.scaling.type", "none") == "none"
-        keys = [k for k, v in self.about.items() if k.startswith(prefix) and v and (k.removeprefix(prefix) not in KNOWN or isinstance(v, list))]
+        prefix, scale = f"{self.family}.", (self._of("rope.scaling.type", "linear"), self._of("rope.scaling.factor") or 1.0)
+        lost = [k.removeprefix(prefix) for k, v in self.about.items() if k.startswith(prefix) and self._lost(k.removeprefix(prefix), v)]
+        lost = [k for k in lost if not (k.startswith("rope.scaling.") and (scale[0] == "none" or scale == ("linear", 1.0)))]
         why = (
             f"its architecture is {self.family}, and {', '.join(FAMILIES)} are read" if self.family not in FAMILIES
-            else f"{odd[0]} is not known here" if (odd := [key for key in keys if not (scaled and key.startswith(f"{prefix}rope.scaling."))])
+            else f"{prefix}{lost[0]} is not known here" if lost
             else f"its weights {odd[0]} are not known here" if (odd := [name for name in held if name != TURNED and self._named(name) is None])
-            else f"its tokenizer ({model}, {split}) is not known here" if split not in SPLITS.get(str(model), ())
-            else None
+            else gguf_tokenizer.odd(self.about)
         )  # fmt: skip
         if why:
             raise OutriderError(f"{self.file.name} cannot be read exactly", why, ELSEWHERE)
+
+    def _lost(self, key: str, value: Any) -> bool:
+        """Would what a key says be passed over? What says no is as if it were not there."""
+        return (bool(value) != (key in NEWS)) and (key not in KNOWN or isinstance(value, list))
 
     def _config(self, held: dict[str, Any], turned: Tensor | None) -> Any:
         heads, hidden = int(self._of("attention.head_count")), int(self._of("embedding_length"))
@@ -129,9 +145,7 @@ class Stored:
         if {int(self._of(key, wide)) for key in ("attention.value_length", "rope.dimension_count")} != {wide}:
             raise OutriderError(f"{self.file.name} cannot be read exactly", f"its heads of {wide} dims are not turned as a whole", ELSEWHERE)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(self._of("rope.freq_base", 10_000.0))}
-        ids = {
-            f"{kind}_token_id": self.about.get(f"tokenizer.ggml.{key}_token_id") for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        }
+        ids = {f"{name[:3]}_token_id": i for name, i in gguf_tokenizer.marks(self.about).items() if name != "unknown"}
         return AutoConfig.for_model(
             self.family, vocab_size=int(held["token_embd.weight"].shape[1]), hidden_size=hidden, head_dim=wide,
             intermediate_size=int(self._of("feed_forward_length")), num_hidden_layers=int(self._of("block_count")), num_attention_heads=heads,
@@ -176,18 +190,30 @@ def _written(held: Stored, place: Path) -> None:
         why, remedy = f"it is written as {place}, in {str(held.dtype)[6:]}", f"OUTRIDER_CACHE=FOLDER on a larger disk, or {ELSEWHERE}"
         raise OutriderError(f"{held.file.name} needs {size / 1e9:.2f} GB on disk, and {free / 1e9:.2f} GB are free", why, remedy)
     log.warning("%s is written as %s, once: %.2f GB in %s", held.file.name, place, size / 1e9, str(held.dtype)[6:])
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=place.parent, prefix="."))
+    draft = place.with_name(f".{os.getpid()}-{time.monotonic_ns()}")
     try:
+        _clean(place.parent)
+        draft.mkdir(parents=True)
         _write(held, draft, size)
         draft.rename(place)
-    except OSError as bad:
+    except (OSError, SafetensorError) as bad:
         if not place.is_dir():  # which another process has written meanwhile
-            raise OutriderError(
-                f"{held.file.name} cannot be written as {place}", bad.strerror or str(bad), f"OUTRIDER_CACHE=FOLDER, or {ELSEWHERE}"
-            ) from bad
+            why = getattr(bad, "strerror", None) or str(bad)
+            raise OutriderError(f"{held.file.name} cannot be written as {place}", why, f"OUTRIDER_CACHE=FOLDER, or {ELSEWHERE}") from bad
+    except RuntimeError as bad:
+        raise OutriderError(f"{held.file} is damaged", f"its weights do not fit its keys: {bad}", "copying or downloading it again") from bad
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _clean(own: Path) -> None:
+    """Remove what processes that were killed have left here, and folders that nobody has taken up for so long (UNUSED)."""
+    for draft in own.glob(".*"):
+        if (process := draft.name[1:].partition("-")[0]).isdecimal() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(draft, ignore_errors=True)
+    for other in own.parent.glob("*/[!.]*"):
+        if time.time() - other.stat().st_mtime > UNUSED:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _write(held: Stored, folder: Path, size: int) -> None:
@@ -195,11 +221,10 @@ def _write(held: Stored, folder: Path, size: int) -> None:
     from outrider.models.load import quiet  # which asks for this
 
     with quiet():
-        _write_tokenizer(held, folder)
+        gguf_tokenizer.write(held.file, held.about, folder)
     held.config.dtype = held.dtype
     held.config.save_pretrained(folder)
-    ends = [i for key in ("eos", "eot") if (i := held.about.get(f"tokenizer.ggml.{key}_token_id")) is not None]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), "utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": gguf_tokenizer.ends(held.about)}), "utf-8")
     layers = defaultdict[str, list[str]](list)
     for name in held.tensors:
         layers[name.split(".")[2] if name.startswith("model.layers.") else "top"].append(name)
@@ -208,27 +233,3 @@ def _write(held: Stored, folder: Path, size: int) -> None:
         kept |= dict.fromkeys(names, f"model-{layer}.safetensors")
         save_file({name: held.weight(name) for name in names}, folder / f"model-{layer}.safetensors", {"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": kept}), "utf-8")
-
-
-def _write_tokenizer(held: Stored, folder: Path) -> None:
-    """As transformers reads it, less tokens that it adds of its own, which the model has no embedding of."""
-    (alone := folder / held.file.name).symlink_to(held.file.absolute())  # what lies beside the file is none of its
-    try:
-        AutoTokenizer.from_pretrained(folder, gguf_file=alone.name).save_pretrained(folder)
-        told = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-        told["added_tokens"] = [token for token in told["added_tokens"] if token["id"] < held.config.vocab_size]
-        told["model"] |= {"ignore_merges": True} if held.about.get("tokenizer.ggml.pre") in LLAMA3 else {}
-        if held.about["tokenizer.ggml.model"] == "llama":
-            _space(told, before=held.about.get("tokenizer.ggml.add_space_prefix", True))
-        (folder / "tokenizer.json").write_text(json.dumps(told, ensure_ascii=False), "utf-8")
-    except Exception as bad:  # whatever a tokenizer that is none leads to
-        raise OutriderError(f"the tokenizer of {held.file} cannot be read", f"{type(bad).__name__}: {bad}", ELSEWHERE) from bad
-    alone.unlink()
-
-
-def _space(told: dict[str, Any], *, before: bool) -> None:
-    """Put a space before a text and behind each marker, as llama.cpp does, even where one is there; nowhere, if not `before`."""
-    spaces = [{"type": "Prepend", "prepend": "▁"}] * before + [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    told |= {"normalizer": {"type": "Sequence", "normalizers": spaces}, "pre_tokenizer": None}
-    if not before:
-        told["decoder"]["decoders"] = [step for step in told["decoder"]["decoders"] if step["type"] != "Strip"]

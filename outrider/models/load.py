@@ -79,8 +79,8 @@ def locate(path: str | os.PathLike[str]) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.suffix == ".gguf" and (folder.is_file() or (str(path).count("/") > 1 and not str(path).startswith((".", "/", "~")))):
-        return gguf.folder_of(folder if folder.is_file() else gguf.fetched(str(path)))
+    if folder.suffix.lower() == ".gguf":
+        return gguf.folder_of(str(path))
     if folder.exists():
         beside = (folder.parent / "config.json").is_file()
         remedy = f"{folder.parent.absolute()}" if beside else "the path of a folder with config.json and *.safetensors"
