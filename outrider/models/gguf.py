@@ -5,6 +5,7 @@ model that is not known here, it is refused: another model's text would be the w
 Source: the tables of names and the order of rotary dims, gguf-py and llama.cpp's convert_hf_to_gguf.py.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider.core.cache import UNUSED, cache_folder, contents, used
+from outrider.core.cache import UNUSED, cache_folder, contents, remove, used
 from outrider.core.errors import OutriderError
 from outrider.models import gguf_tokenizer
 from outrider.models.files import INDEX
@@ -211,23 +212,21 @@ def _clean(own: Path) -> None:
     for draft in own.glob(".*"):
         if (process := draft.name[1:].partition("-")[0]).isdecimal() and not psutil.pid_exists(int(process)):
             shutil.rmtree(draft, ignore_errors=True)
-    for other in own.parent.glob("*/[!.]*"):
-        if time.time() - other.stat().st_mtime > UNUSED:
-            shutil.rmtree(other, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another process cleans, too
+        for other in own.parent.glob("*/[!.]*"):
+            if time.time() - other.stat().st_mtime > UNUSED:
+                remove(other)
 
 
 def _write(held: Stored, folder: Path, size: int) -> None:
-    """Tokenizer, config, and weights, a layer at a time."""
-    from outrider.models.load import quiet  # which asks for this
-
-    with quiet():
-        gguf_tokenizer.write(held.file, held.about, folder)
+    """Tokenizer, config, and weights, a layer, or what stands before and behind them, at a time."""
+    gguf_tokenizer.write(held.file, held.about, folder)
     held.config.dtype = held.dtype
     held.config.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": gguf_tokenizer.ends(held.about)}), "utf-8")
     layers = defaultdict[str, list[str]](list)
     for name in held.tensors:
-        layers[name.split(".")[2] if name.startswith("model.layers.") else "top"].append(name)
+        layers[name.split(".")[2] if name.startswith("model.layers.") else name.split(".")[-2]].append(name)
     kept = dict[str, str]()
     for layer, names in layers.items():
         kept |= dict.fromkeys(names, f"model-{layer}.safetensors")

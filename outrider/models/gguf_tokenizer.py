@@ -12,12 +12,8 @@ from transformers import AutoTokenizer
 
 from outrider.core.errors import OutriderError
 
-WORDS = (
-    "llama3",
-    "llama-v3",
-    "llama-bpe",
-    "tekken",
-)  # there a word that is a token is that token, whatever the merges say, and texts begin with <bos>
+# Where a word that is a token is that token, whatever the merges say, and texts begin with <bos>.
+WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 SMOL = "smollm"  # digits are cut from one another, then as GPT-2 cuts
 SPLITS = {"llama": ("default",), "gpt2": ("gpt-2", "qwen2", "deepseek-r1-qwen", SMOL, *WORDS)}  # ways to cut texts that are known here
 UNKNOWN, CONTROL, GIVEN, UNUSED = 2, 3, 4, 5  # kinds of tokens that are no pieces of words
