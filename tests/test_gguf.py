@@ -224,6 +224,13 @@ def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path, cache, fo
     refused(lambda: load.locate(file), "own.gguf needs 0.00 GB on disk", "OUTRIDER_CACHE")
 
 
+def test_a_model_that_no_memory_holds_is_not_written(tmp_path, cache, folder, monkeypatch):
+    file = written(folder, tmp_path / "own.gguf")
+    monkeypatch.setattr(ours.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    refused(lambda: load.locate(file), "own.gguf needs 0.00 GB of memory", "read in float32", "a smaller model")
+    assert not (cache / "gguf").exists()
+
+
 def test_the_package_that_reads_them_is_named_where_it_is_not_here(tmp_path, cache, folder, monkeypatch):
     file = written(folder, tmp_path / "own.gguf")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)

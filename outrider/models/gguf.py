@@ -187,9 +187,7 @@ class Stored:
 def _written(held: Stored, place: Path) -> None:
     """Write it beside, and put it in place when it is whole."""
     size = sum(int(t.n_elements) for t in held.tensors.values()) * held.dtype.itemsize
-    if size > (free := shutil.disk_usage(cache_folder()).free):
-        why, remedy = f"it is written as {place}, in {str(held.dtype)[6:]}", f"OUTRIDER_CACHE=FOLDER on a larger disk, or {ELSEWHERE}"
-        raise OutriderError(f"{held.file.name} needs {size / 1e9:.2f} GB on disk, and {free / 1e9:.2f} GB are free", why, remedy)
+    _refuse_too_large(held, place, size)
     log.warning("%s is written as %s, once: %.2f GB in %s", held.file.name, place, size / 1e9, str(held.dtype)[6:])
     draft = place.with_name(f".{os.getpid()}-{time.monotonic_ns()}")
     try:
@@ -205,6 +203,16 @@ def _written(held: Stored, place: Path) -> None:
         raise OutriderError(f"{held.file} is damaged", f"its weights do not fit its keys: {bad}", "copying or downloading it again") from bad
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _refuse_too_large(held: Stored, place: Path, size: int) -> None:
+    """Refuse what would be written for nothing."""
+    needs, kind = f"{held.file.name} needs {size / 1e9:.2f} GB", str(held.dtype)[6:]
+    if size > (free := psutil.virtual_memory().available):
+        raise OutriderError(f"{needs} of memory, and {free / 1e9:.2f} GB are free", f"its weights are read in {kind}", "a smaller model")
+    if size > (free := shutil.disk_usage(cache_folder()).free):
+        remedy = f"OUTRIDER_CACHE=FOLDER on a larger disk, or {ELSEWHERE}"
+        raise OutriderError(f"{needs} on disk, and {free / 1e9:.2f} GB are free", f"it is written as {place}, in {kind}", remedy)
 
 
 def _clean(own: Path) -> None:
