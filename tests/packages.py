@@ -43,8 +43,8 @@ def twin_folder(path: Path, seed: int = 0) -> Path:
     return path
 
 
-def model_of(folder: Path, rows: int = 4, context: int = 200, dtype: str = DTYPE, tokens: int = VOCAB) -> HFModel:
-    return wrap(load_module(folder, dtype), "target", "tiny", rows=rows, context=context, chunk=32, tokens=tokens)
+def model_of(folder: Path, rows: int = 4, context: int = 200, dtype: str = DTYPE, tokens: int = VOCAB, quantise: str | None = None) -> HFModel:
+    return wrap(load_module(folder, dtype, quantise), "target", "tiny", rows=rows, context=context, chunk=32, tokens=tokens)
 
 
 def recipe_of(folder: Path, **changes: object) -> Recipe:

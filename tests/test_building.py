@@ -109,15 +109,16 @@ def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch
 
 
 @pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
+@pytest.mark.parametrize("quantise", [None, "int8"])
 @pytest.mark.parametrize(
     ("threads", "head", "hidden", "independent"), always(2, [(1, 64, 64, True), (5, 64, 64, False), (1, 64, 48, False), (1, 8, 64, False)])
 )
 def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_make_them_so(
-    threads, head, hidden, independent, tmp_path, monkeypatch
+    threads, head, hidden, independent, quantise, tmp_path, monkeypatch
 ):
     """Every product's outputs must fill blocks, one for each thread, and every head the attention's; weights lie beside the code, to be shared."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=head, hidden=hidden, layers=1)), []
+    model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=head, hidden=hidden, layers=1), quantise=quantise), []
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, package_path, inductor_configs: asked.append(inductor_configs))
     monkeypatch.setattr(builder_module, "complete", lambda file: True)
     for frozen in (True, False) if independent else (True,):

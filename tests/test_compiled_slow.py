@@ -23,6 +23,7 @@ from outrider.core.types import MAX_NODES, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.models import attention, builder, compiled, microkernel
 from outrider.models.compiled import PREFILL, SHAPES, Compiled, Recipe, example, start_builder
+from outrider.models.quantised import QuantisedLinear
 from outrider.models.step import Step
 from outrider.runtime.engine import Engine
 
@@ -247,6 +248,53 @@ def test_products_of_few_rows_are_right_at_every_width(k, n, way, tmp_path, monk
         got = product(x[:rows])
         assert bool(((got.double() - want[:rows]).abs() <= error[:rows]).all()), f"{rows} rows"
         assert all(torch.equal(got[i], alone[i]) for i in range(rows)), f"{rows} rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("k", "n", "dtype"), [(64, 192, torch.bfloat16), (352, 96, torch.bfloat16), (4096, 128, torch.bfloat16), (352, 192, torch.float32)]
+)
+def test_products_of_weights_in_8_bits_are_right_at_every_width(k, n, dtype, tmp_path):
+    """The same of a layer in 8 bits: 1 to 40 rows and 500 of them, with a bias, and a row's bits hang on no other."""
+    if microkernel.few_rows(dtype, torch.int8) is None:
+        pytest.skip("this CPU has no such kernel")
+    torch.manual_seed(k)
+    layer, x, rows = QuantisedLinear(torch.nn.Linear(k, n).to(dtype)), torch.randn(500, k).to(dtype), torch.export.Dim("w", min=1, max=500)
+    how = {"freezing": True, "aot_inductor.package_constants_in_so": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+    with torch.no_grad():
+        most = b"_rows<12, accum>" if torch.backends.cpu.get_cpu_capability() == "AVX512" else b"_rows<6, accum>"
+        one, some = [torch.export.export(layer, (x[:m],), dynamic_shapes=how_many, strict=False) for m, how_many in ((1, None), (9, ({0: rows},)))]
+        files = [
+            torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / f"{i}.pt2"), inductor_configs=how)
+            for i, program in enumerate((one, some))
+        ]
+    for file in files:
+        with zipfile.ZipFile(file) as package:
+            code = b"".join([package.read(name) for name in package.namelist() if name.endswith(".cpp")])
+        assert most in code and b"convert_to_int32<int8_t>" in code, "another kernel was chosen"
+    (single, product), weight = map(torch._inductor.aoti_load_package, files), layer.weight.double() * layer.scale.double()[:, None]
+    want = x.double() @ weight.T + layer.bias.detach().double()
+    sums, rounded = (2.0**-16, 2.0**-7) if dtype == torch.bfloat16 else (2.0**-19, 2.0**-22)
+    error = (x.double().abs() @ weight.abs().T) * sums + (want.abs() + layer.bias.detach().double().abs()) * rounded
+    alone = [product(x[i : i + 1])[0] for i in range(len(x))]
+    assert all(torch.equal(single(x[i : i + 1])[0], alone[i]) for i in range(20))
+    for count in (*range(1, 41), len(x)):
+        got = product(x[:count])
+        assert bool(((got.double() - want[:count]).abs() <= error[:count]).all()), f"{count} rows"
+        assert all(torch.equal(got[i], alone[i]) for i in range(count)), f"{count} rows"
+
+
+@pytest.mark.slow
+def test_a_package_of_weights_in_8_bits_agrees_and_carries_them_so(folder, cache, started):
+    model, recipe = model_of(folder, quantise="int8"), recipe_of(folder, quantise="int8")
+    model.compiled = build_wide(recipe, model.step, PREFILL)
+    check_scores(model, recompute(model), np.random.default_rng(11), VOCAB, packages.CLOSE)
+    assert model.meter.tier == "compiled"
+    for package in model.compiled.packages.values():
+        packed = [w for w in package.weights.values() if w.ndim == 3]
+        assert packed and all(w.dtype == torch.int8 for w in packed)
+        assert not any(w.dtype == torch.int8 for w in package.weights.values() if w.ndim == 2), "and not as they were, too"
+    assert model.compiled.packages["any"].independent == packages.OWN
 
 
 @pytest.mark.slow

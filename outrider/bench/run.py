@@ -38,8 +38,9 @@ from outrider.runtime.door import Runtime
 
 Folder = str | os.PathLike[str] | None
 STOCK, OURS, AGAIN = f"stock {peers.PLAIN}", "ours plain", "ours plain again"
+OWN, INT8 = "ours own int8 copy", "ours plain int8"  # the target drafted by itself in 8 bits; a target in 8 bits, whose text is its own
 DRAFTED: dict[str, tuple[str, ...]] = {
-    OURS: (), "ours lookup": ("lookup",), "ours model": ("model",), "ours lookup+model": ("lookup", "model"), AGAIN: (),
+    OURS: (), "ours lookup": ("lookup",), "ours model": ("model",), "ours lookup+model": ("lookup", "model"), OWN: ("quantised",), INT8: (), AGAIN: (),
 }  # fmt: skip
 CONTENDERS = (*(f"stock {name}" for name in peers.SETTINGS), *DRAFTED)
 BUSY = "import os; of = os.getppid()\nwhile os.getppid() == of: sum(range(10000))"  # until who asked for it is gone
@@ -137,10 +138,15 @@ class Writers:
     def __init__(self, names: tuple[str, ...], target: Folder, draft: Folder, settings: dict[str, Any]) -> None:
         self.plain = fresh(outrider.load(target, drafters=[], **settings))
         model: Any = self.plain.engine.target
-        spec, self.weights, self.fast = model.spec, read_bytes(model.module), self.plain
+        spec, self.weights, settings = model.spec, read_bytes(model.module), {**settings, "dtype": model.spec.dtype}
         self.meter, self.energy = DeviceMeter(model.device), ""
-        if any(DRAFTED.get(name) for name in names):
-            self.fast = fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **{**settings, "dtype": spec.dtype}))
+        self.ours = dict.fromkeys(DRAFTED, self.plain)
+        if OWN in names:
+            self.ours[OWN] = fresh(outrider.load(target, drafters=["quantised:int8"], **settings))
+        if INT8 in names:
+            self.ours[INT8] = fresh(outrider.load(target, drafters=[], quantise="int8", **settings))
+        if some := [name for name in names if DRAFTED.get(name) and name != OWN]:
+            self.ours |= dict.fromkeys(some, fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **settings)))
         if any(name not in DRAFTED for name in names):
             self.stock = peers.Stock(target or "", draft or "", spec.dtype, device=spec.device)
 
@@ -152,14 +158,14 @@ class Writers:
 
     def rest(self) -> None:
         """What loading measured in a busy moment is measured again."""
-        for rt in (self.plain, self.fast):
+        for rt in {id(rt): rt for rt in self.ours.values()}.values():
             rt.engine.rest()
 
     def _written(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:
         tokens = prompt.encode(self.plain.tokenizer)
         max_tokens = min(max_tokens, self.plain.engine.target.spec.context - len(tokens))  # for stock, too
         if name in DRAFTED:
-            return _ours(self.fast if DRAFTED[name] else self.plain, name, prompt, tokens, max_tokens)
+            return _ours(self.ours[name], name, prompt, tokens, max_tokens)
         ends = set(self.plain.request(tokens).ends)
         w = self.stock.write(name.removeprefix("stock "), tokens, max_tokens, prompt.temperature, ends)
         calls, later = w.target_calls - 1, len(w.tokens) - w.first_tokens

@@ -137,8 +137,8 @@ class LoadSettings:
     tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
     of torch, for the whole process. program: a file of pipelines in the language of docs/ir.md, run for requests of their rules in place of the
-    usual ones. quantise: "int8" keeps the target's linear weights in 8-bit integers: another
-    target, not a faster way to the same text.
+    usual ones. quantise: "int8" keeps the target's linear weights in 8-bit integers: steps that
+    fetch half the bytes, of another target (the same text by them: the drafter "quantised:int8").
     """
 
     device: str = "auto"

@@ -1,13 +1,14 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # wa
 
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole. What cannot be compiled in one way is tried in the next."""
-    fast = microkernel.few_rows(step.module.dtype) is not None
+    fast = None not in (microkernel.few_rows(step.module.dtype), microkernel.few_rows(step.module.dtype, torch.int8))
     how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
     ways = (
         [*[STACKED] * (shape in STEPS), *TUNED, {}] if frozen and (fast or shape == "one") else [{}]
@@ -73,8 +74,21 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
         note = note | INDEPENDENT
-    with torch.no_grad(), room.kept(bool(how.get(STACK))):
+    with torch.no_grad(), room.kept(bool(how.get(STACK))), _named():
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """What Inductor makes of weights gets a name of its own. It counts those that there are, from which it takes some away meanwhile: of two with the
+    same name a package has one. In each build the same, so that packages share what is the same."""
+    graph: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+    usual, made = graph.allocate_non_dup_const_name, itertools.count()
+    graph.allocate_non_dup_const_name = lambda self, name, data: usual(self, name or f"made{next(made)}", data)
+    try:
+        yield
+    finally:
+        graph.allocate_non_dup_const_name = usual
 
 
 def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
@@ -95,7 +109,7 @@ def _independent(program: torch.export.ExportedProgram) -> bool:
     if "attend" not in names or any("scaled_dot" in name for name in names):
         return False
     for (_, name, *_), args in called:
-        if name == "linear":
+        if name in ("linear", "_weight_int8pack_mm"):
             n, k = args[1].meta["val"].shape
             if n % microkernel.BLOCK or k % microkernel.DEEP or n < microkernel.BLOCK * torch.get_num_threads():
                 return False
@@ -111,7 +125,7 @@ def main(spec: str, folder: str) -> None:
     step_back()
     torch.set_num_threads(recipe.threads)
     try:
-        module = load.load_module(Path(recipe.folder), recipe.dtype)
+        module = load.load_module(Path(recipe.folder), recipe.dtype, recipe.quantise)
         end, _ = turning(module.config) or (ROOM, "")
         step = load.wrap(module, "built", "", rows=1, context=min(ROOM, end), tokens=recipe.vocab).step
         for shape in SHAPES:

@@ -35,7 +35,7 @@ from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
 
-VERSION = 18  # of what is built here: raise it when a package of before must not be used
+VERSION = 19  # of what is built here: raise it when a package of before must not be used
 COMPILED = "compiled"  # the tier that records say
 WITHOUT = f"{COMPILED}:without-"  # the same, and what of it is slower than it might be
 PREFILL = "prefill"
@@ -59,13 +59,14 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a package is built from. frozen: the shapes that carry the weights; vocab: logits kept."""
+    """What a package is built from. frozen: the shapes that carry the weights; vocab: logits kept; quantise: `LoadSettings.quantise`."""
 
     folder: str
     dtype: str
     threads: int
     vocab: int
     frozen: tuple[str, ...] = SHAPES
+    quantise: str | None = None
 
     def place(self) -> Path:
         """The folder of its packages: a hash of all that they depend on, contents of files included."""

@@ -88,7 +88,7 @@ class HFModel:
 
     def held_bytes(self) -> int:
         """Bytes of the storages that weights, buffers, cache and compiled steps hold now."""
-        tensors = [part for t in (*self.module.parameters(), *self.module.buffers()) for part in _parts(t)]
+        tensors = [*self.module.parameters(), *self.module.buffers()]
         storages: dict[int, int] = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(storages.values()) + self.store.bytes + (self.compiled.bytes if self.compiled else 0)
 
@@ -384,10 +384,3 @@ def _size(block: Block) -> tuple[int, int]:
         return 1, block.kept
     rows, width, _ = block.table.shape
     return rows, width
-
-
-def _parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors a tensor is made of: itself, or what a quantised one keeps."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]

@@ -27,6 +27,7 @@ from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
 from outrider.models.layers import routed, turning
+from outrider.models.quantised import quantised
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -183,7 +184,7 @@ def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str 
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
     free = psutil.virtual_memory().available - weights - cache
-    return MemoryPlan(weights, cache, () if compile == "off" or quantise else worth_freezing(weights, max(free, 0)))
+    return MemoryPlan(weights, cache, () if compile == "off" else worth_freezing(weights, max(free, 0)))
 
 
 def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
@@ -228,10 +229,8 @@ def load_model(
     model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
     if check:
         self_check(model)
-    if quantise:
-        model.meter.tier = "eager:quantised"  # compiled products of 8-bit weights were slower than eager ones: LOG.md
-    elif compile != "off":
-        recipe = Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen)
+    if compile != "off":
+        recipe = Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen, quantise)
         model.compiled = Graphs(model.step) if where.type == "cuda" else Compiled(recipe, model.step)
     return model, tokenizer, plan
 
@@ -252,17 +251,7 @@ def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
     module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
-    return quantised(module, quantise) if quantise else module
-
-
-def quantised(module: Any, how: str) -> Any:
-    """The module with the weights of its linear layers in 8-bit integers, one scale a row (torchao, weight-only)."""
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as missing:
-        raise OutriderError(f"quantise='{how}' needs torchao", str(missing), "pip install '.[quantise]'") from missing
-    quantize_(module, Int8WeightOnlyConfig())
-    return module
+    return quantised(module, folder.name) if quantise else module
 
 
 def wrap(

@@ -18,8 +18,8 @@ NARROW = 16  # the same where they have eight, and half as many registers: for s
 DEEP = 16  # inputs that a block is said to take in at once, where they divide: where there is one for each thread, Inductor takes the largest that divides the sizes
 SUMS = {16: 24, 8: 12}  # that registers hold, by numbers in a vector
 AHEAD = 1 << 15  # bytes of weights that are asked for before they are needed
-# Rows from which on, by numbers in a vector and whether weights are bfloat16: fewer wait for memory alone, which then runs ahead by itself.
-BUSY = {(16, True): 5, (16, False): 5, (8, True): 1, (8, False): 3}
+# Rows from which on, by numbers in a vector and what weights are: fewer wait for memory alone, which then runs ahead by itself.
+BUSY = {(16, torch.bfloat16): 5, (16, torch.float32): 5, (16, torch.int8): 5, (8, torch.bfloat16): 1, (8, torch.float32): 3, (8, torch.int8): 1}
 LINE = 64  # bytes that memory gives at once
 
 SOURCE = r"""
@@ -71,7 +71,21 @@ template <int ROWS, bool accum>
                 _mm_prefetch(next + k * pace + at, _MM_HINT_T1);
 {%- endif %}
 {%- endmacro %}
-{%- if widened %}
+{%- if bytes %}
+    constexpr int DEEP = {{line // block}};  // inputs of a line
+    for (int64_t k = 0; k < K; k += DEEP) {
+        {{- ask(line)}}
+        _Pragma("GCC unroll 4") for (int d = 0; d < DEEP; ++d) {
+            V b[COLUMNS];
+            _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
+                b[c] = at::vec::convert<float>(at::vec::convert_to_int32<int8_t>(B + (k + d) * ldb + SIZE * c));
+            _Pragma("GCC unroll 12") for (int r = 0; r < ROWS; ++r) {
+                const V a(A[r * lda + k + d]);
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) sum[r][c] = at::vec::fmadd(a, b[c], sum[r][c]);
+            }
+        }
+    }
+{%- elif widened %}
     using Pairs = __m{{bits}}i;  // the bits of two floats in each number, the second's above
     const auto low = [](Pairs x) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_slli_epi32(x, 16))); };
     const auto high = [](Pairs x) { return V(_mm{{bits}}_castsi{{bits}}_ps(_mm{{bits}}_and_si{{bits}}(x, _mm{{bits}}_set1_epi32(0xffff0000)))); };
@@ -155,65 +169,83 @@ def multiplies_pairs() -> bool:
 
 
 @functools.cache
-def few_rows(dtype: torch.dtype) -> Any:
-    """The kernel of a dtype as Inductor knows them, registered there; None where there is none: other dtypes, this CPU, this torch."""
+def few_rows(dtype: torch.dtype, weights: torch.dtype | None = None) -> Any:
+    """The kernel of a dtype as Inductor knows them, registered there; None where there is none: other dtypes, this CPU, this torch. weights: theirs, if
+    it is another: int8."""
     if not has_kernels(dtype):
         return None
-    pairs, wide = dtype == torch.bfloat16, torch.backends.cpu.get_cpu_capability() == "AVX512"
     try:
         from torch._inductor import compile_fx, cpu_vec_isa, select_algorithm  # noqa: F401  (in this order: the next import is circular)
         from torch._inductor.codegen import cpp_micro_gemm
 
-        inductor: Any = cpp_micro_gemm
-        size = 16 if wide else 8
-        block, vectors = (BLOCK, cpu_vec_isa.VecAVX512) if wide else (NARROW, cpu_vec_isa.VecAVX2)
-
-        def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
-            return k % config.register_blocking.block_k == 0 and n % block == 0 and alpha == 1
-
-        class FewRows(cpp_micro_gemm.CppMicroGemm):
-            ahead = AHEAD
-            block: int
-
-            def codegen_define(self, kernel: Any) -> str:
-                columns = self.register_blocking.block_n
-                unpacked = pairs and self.pack_vnni_B_locally  # a matrix that is no weight, as batched products may have
-                names = {
-                    "declare_kernel": self.get_kernel_declaration(),
-                    "kernel": kernel,
-                    "pairs": pairs and not unpacked,
-                    "unpacked": unpacked,
-                    "widened": self._widened(),
-                    "bits": 32 * size,
-                    "block": columns,
-                    "most": SUMS[size] * size // columns,
-                    "ahead": self.ahead,
-                    "busy": BUSY[size, pairs],
-                    "line": LINE,
-                    **self.get_common_options(),
-                }
-                text: str = inductor.KernelTemplate._template_from_string(SOURCE).render(names)
-                return text
-
-            def _widened(self) -> bool:
-                return pairs and not self.pack_vnni_B_locally and not multiplies_pairs()
-
-            def codegen_init(self, kernel: Any) -> str:
-                return "Floats widened;" if self._widened() else ""
-
-            def get_kernel_extra_args_declare(self) -> str:
-                return "Floats& widened," if self._widened() else ""
-
-            def get_kernel_extra_args(self, **more: Any) -> list[str]:
-                return ["widened,"] if self._widened() else []
-
-            def get_b_layout(self) -> Any:
-                return inductor.LayoutType.VNNI2 if pairs else inductor.LayoutType.NORMAL
-
-        FewRows.block = block
-        blocks = [(8, block, DEEP), (8, block, 2)]
-        shape = inductor.generate_gemm_config(vectors, blocks, input_dtype=dtype, output_dtype=torch.float, extra_check=fits)
-        inductor.register_micro_gemm(*shape)(FewRows)
+        return _registered(cpp_micro_gemm, cpu_vec_isa, dtype, weights or dtype)
     except (ImportError, AttributeError, TypeError):
         return None
+
+
+def _registered(inductor: Any, isa: Any, dtype: torch.dtype, weights: torch.dtype) -> Any:
+    pairs, whole, wide = dtype == torch.bfloat16, weights == dtype, torch.backends.cpu.get_cpu_capability() == "AVX512"
+    size = 16 if wide else 8
+    block, vectors = (BLOCK, isa.VecAVX512) if wide else (NARROW, isa.VecAVX2)
+
+    def fits(config: Any, m: Any, n: int, k: int, alpha: float, threads: int, **more: Any) -> bool:
+        return k % config.register_blocking.block_k == 0 and n % block == 0 and alpha == 1
+
+    class FewRows(inductor.CppMicroGemm):  # type: ignore[misc]
+        ahead = AHEAD
+        block: int
+
+        def codegen_define(self, kernel: Any) -> str:
+            columns = self.register_blocking.block_n
+            unpacked = pairs and whole and self.pack_vnni_B_locally  # a matrix that is no weight, as batched products may have
+            names = {
+                "declare_kernel": self.get_kernel_declaration(),
+                "kernel": kernel,
+                "bytes": not whole,
+                "pairs": pairs and not unpacked,
+                "unpacked": unpacked,
+                "widened": self._widened(),
+                "bits": 32 * size,
+                "block": columns,
+                "most": SUMS[size] * size // columns,
+                "ahead": self.ahead,
+                "busy": BUSY[size, weights],
+                "line": LINE,
+                **self.get_common_options(),
+            }
+            text: str = inductor.KernelTemplate._template_from_string(SOURCE).render(names)
+            return text
+
+        def _widened(self) -> bool:
+            return pairs and not (whole and (self.pack_vnni_B_locally or multiplies_pairs()))
+
+        def codegen_init(self, kernel: Any) -> str:
+            return "Floats widened;" if self._widened() else ""
+
+        def get_kernel_extra_args_declare(self) -> str:
+            return "Floats& widened," if self._widened() else ""
+
+        def get_kernel_extra_args(self, **more: Any) -> list[str]:
+            return ["widened,"] if self._widened() else []
+
+        def get_b_layout(self) -> Any:
+            return inductor.LayoutType.VNNI2 if pairs and whole else inductor.LayoutType.NORMAL
+
+    FewRows.block = block
+    blocks, kinds = [(8, block, DEEP), *[(8, block, 2)] * whole], {"input_dtype": dtype, "input2_dtype": weights}
+    shape = inductor.generate_gemm_config(vectors, blocks, **kinds, output_dtype=torch.float, compute_dtype=torch.float, extra_check=fits)
+    if not whole:  # Inductor's of a single row would be taken for its larger blocks
+        _stand_back(inductor.micro_gemm_configs[inductor.CppMicroGemmFP32Vec], shape[0])
+    inductor.register_micro_gemm(*shape)(FewRows)
     return FewRows
+
+
+def _stand_back(others: list[Any], ours: Any) -> None:
+    """Of `others`, those for the same numbers serve only what `ours` does not fit."""
+
+    def unless(check: Any, *of: Any, **more: Any) -> bool:
+        return not ours.extra_check(ours, *of[1:], **more) and (check is None or bool(check(*of, **more)))
+
+    for other in others:
+        if (other.input_dtype, other.input2_dtype) == (ours.input_dtype, ours.input2_dtype):
+            other.extra_check = functools.partial(unless, other.extra_check)
