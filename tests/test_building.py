@@ -118,6 +118,7 @@ def test_a_package_says_that_its_columns_are_independent_only_where_all_kernels_
 ):
     """Every product's outputs must fill blocks, one for each thread, and every head the attention's; weights lie beside the code, to be shared."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     model, asked = model_of(tiny_folder(tmp_path / "model", rows=VOCAB + 20, head=head, hidden=hidden, layers=1), quantise=quantise), []
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, package_path, inductor_configs: asked.append(inductor_configs))
     monkeypatch.setattr(builder_module, "complete", lambda file: True)

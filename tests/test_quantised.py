@@ -8,6 +8,7 @@ import numpy as np
 import packages
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from contracts import check_scores, recompute
 from packages import recipe_of
@@ -15,6 +16,7 @@ from tiny import tiny_folder
 from torch import nn
 
 import outrider
+from outrider.core.errors import OutriderError
 from outrider.models import builder
 from outrider.models import quantised as eight
 from outrider.models.compiled import SHAPES
@@ -41,11 +43,11 @@ def test_a_weight_is_off_by_half_a_unit_of_its_row_at_most(dtype: torch.dtype) -
         linear.weight *= torch.logspace(-3, 3, 50)[:, None].to(dtype)  # scales that float16 has hardly bits for are among them
         linear.weight[7] = 0
     layer = QuantisedLinear(linear)
-    assert layer.weight.dtype == torch.int8 and layer.scale.dtype == dtype
-    off = layer.weight.double() * layer.scale.double()[:, None] - linear.weight.detach().double()
+    assert layer.turned.dtype == torch.int8 and layer.scale.dtype == layer.weight.dtype == dtype
+    off = layer.turned.t().double() * layer.scale.double()[:, None] - linear.weight.detach().double()
     assert bool((off.abs() <= layer.scale.double()[:, None] * 0.50001).all())
     assert bool((layer.scale > 0).all())
-    used = layer.weight.int().abs().amax(1)[torch.arange(50) != 7]
+    used = layer.turned.t().int().abs().amax(1)[torch.arange(50) != 7]
     assert int(used.max()) == 127 and int(used.min()) >= (64 if dtype == torch.float16 else 126), "seven bits are used, and a sign"
     assert bool((layer(torch.ones(3, 64, dtype=dtype))[:, 7] == 0).all())
 
@@ -58,9 +60,27 @@ def test_the_product_is_that_of_the_rounded_weights(near: bool, shape: tuple[int
     torch.manual_seed(2)
     linear = nn.Linear(64, 33)
     layer, x = QuantisedLinear(linear), torch.randn(shape)
-    want = x.double() @ (layer.weight.double() * layer.scale.double()[:, None]).T + linear.bias.detach().double()
+    want = x.double() @ layer.weight.double().T + linear.bias.detach().double()
     got = layer(x)
     assert got.shape == (*shape[:-1], 33) and torch.allclose(got.double(), want, atol=1e-5)
+
+
+def test_large_inputs_overflow_nowhere_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of weights before they are scaled would."""
+    torch.manual_seed(3)
+    linear, x = nn.Linear(1024, 32).half(), torch.randn(4, 1024).half() * 20
+    for near in (True, False):
+        monkeypatch.setattr(eight, "near", lambda device, near=near: near)
+        assert torch.allclose(QuantisedLinear(linear)(x).float(), F.linear(x.float(), linear.weight.float(), linear.bias.float()), atol=0.5)
+
+
+def test_who_reads_a_layer_s_weights_reads_what_they_stand_for() -> None:
+    """As routers do that multiply in float32: integers without scales would be another model."""
+    torch.manual_seed(4)
+    linear = nn.Linear(64, 300, bias=False).bfloat16()
+    layer = QuantisedLinear(linear)
+    assert layer.weight.dtype == torch.bfloat16 and torch.allclose(layer.weight.float(), linear.weight.float(), atol=1e-3)
+    assert sum(p.nbytes for p in layer.parameters()) == 300 * (64 + 2), "and what it holds is counted with the parameters"
 
 
 def test_all_linear_layers_are_quantised_and_no_other(folder) -> None:
@@ -76,7 +96,7 @@ def test_a_head_that_is_tied_leaves_the_embedding_whole(tmp_path) -> None:
     assert module.get_output_embeddings().weight is module.get_input_embeddings().weight
     table = module.get_input_embeddings().weight.clone()
     quantised(module, "m")
-    assert module.get_output_embeddings().weight.dtype == torch.int8 and torch.equal(module.get_input_embeddings().weight, table)
+    assert type(module.get_output_embeddings()) is QuantisedLinear and torch.equal(module.get_input_embeddings().weight, table)
 
 
 def test_rows_that_torch_would_read_past_stay_whole() -> None:
@@ -121,6 +141,11 @@ def test_its_own_copy_in_8_bits_drafts_and_leaves_the_text_alone(folder) -> None
             found = rt.generate(prompt, **how)
             assert found.tokens == plain.generate(prompt, **how).tokens
             assert found.stats["accepted"] > 0.8 * found.stats["drafted"] > 0
+
+
+def test_a_copy_that_is_the_target_itself_is_refused(folder) -> None:
+    with pytest.raises(OutriderError, match="is the target itself"):
+        outrider.load(folder, ["quantised:int8"], quantise="int8", compile="off", profile="off")
 
 
 def test_packages_of_whole_weights_and_of_quantised_ones_do_not_meet(folder, cache) -> None:

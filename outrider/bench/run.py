@@ -144,7 +144,7 @@ class Writers:
         if OWN in names:
             self.ours[OWN] = fresh(outrider.load(target, drafters=["quantised:int8"], **settings))
         if INT8 in names:
-            self.ours[INT8] = fresh(outrider.load(target, drafters=[], quantise="int8", **settings))
+            self.ours[INT8] = fresh(outrider.load(target, drafters=[], **{**settings, "quantise": "int8"}))
         if some := [name for name in names if DRAFTED.get(name) and name != OWN]:
             self.ours |= dict.fromkeys(some, fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **settings)))
         if any(name not in DRAFTED for name in names):

@@ -138,7 +138,7 @@ class LoadSettings:
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
     of torch, for the whole process. program: a file of pipelines in the language of docs/ir.md, run for requests of their rules in place of the
     usual ones. quantise: "int8" keeps the target's linear weights in 8-bit integers: steps that
-    fetch half the bytes, of another target (the same text by them: the drafter "quantised:int8").
+    fetch half the bytes of bfloat16, of another target (the same text by them: the drafter "quantised:int8").
     """
 
     device: str = "auto"

@@ -103,7 +103,8 @@ def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
 def _independent(program: torch.export.ExportedProgram) -> bool:
     """Are all products and all attention of kernels whose rows hang on no other row and on no hidden slot? The house's own are such, and Inductor's
     of tiles (AMX), which it takes where the processor has them: each row is summed in one order. Where there is less than a block for each thread,
-    sums are split. Products over one element are no sums."""
+    sums are split. Of tiles and weights in 8 bits nobody has seen it. Products over one element are no sums."""
+    tiles = torch.cpu._is_amx_tile_supported()
     called = [(str(node.target).split("."), node.args) for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     names = [name for (_, name, *_), _ in called]
     if "attend" not in names or any("scaled_dot" in name for name in names):
@@ -111,7 +112,7 @@ def _independent(program: torch.export.ExportedProgram) -> bool:
     for (_, name, *_), args in called:
         if name in ("linear", "_weight_int8pack_mm"):
             n, k = args[1].meta["val"].shape
-            if n % microkernel.BLOCK or k % microkernel.DEEP or n < microkernel.BLOCK * torch.get_num_threads():
+            if n % microkernel.BLOCK or k % microkernel.DEEP or n < microkernel.BLOCK * torch.get_num_threads() or (tiles and name != "linear"):
                 return False
         elif name in PRODUCTS and args[0].meta["val"].shape[-1] != 1:
             return False

@@ -69,6 +69,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     if s.threads:
         torch.set_num_threads(s.threads)
     _refuse_unknown(specs)
+    if f"quantised:{s.quantise}" in specs:
+        raise OutriderError(f"'quantised:{s.quantise}' is the target itself", f"quantise={s.quantise!r} makes it so", "leaving out one of the two")
     if s.predictor not in LADDER:
         raise nearest(s.predictor, LADDER, "predictor")
     s = replace(s, dtype=_dtype(target, s))
