@@ -275,7 +275,7 @@ def test_products_of_weights_in_8_bits_are_right_at_every_width(k, n, dtype, tmp
         with zipfile.ZipFile(file) as package:
             code = b"".join([package.read(name) for name in package.namelist() if name.endswith(".cpp")])
         assert most in code and b"convert_to_int32<int8_t>" in code, "another kernel was chosen"
-    (single, product), weight = map(torch._inductor.aoti_load_package, files), layer.weight.detach().double()
+    (single, product), weight = map(torch._inductor.aoti_load_package, files), layer.turned.t().double() * layer.scale.double()[:, None]
     want = x.double() @ weight.T + layer.bias.detach().double()
     sums, rounded = (2.0**-16, 2.0**-7) if dtype == torch.bfloat16 else (2.0**-19, 2.0**-22)
     error = (x.double().abs() @ weight.abs().T) * sums + (want.abs() + layer.bias.detach().double().abs()) * rounded
