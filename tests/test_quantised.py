@@ -21,6 +21,7 @@ from outrider.models import builder
 from outrider.models import quantised as eight
 from outrider.models.compiled import SHAPES
 from outrider.models.load import load_module, wrap
+from outrider.models.package import INDEPENDENT
 from outrider.models.quantised import QuantisedLinear, quantised
 
 cache = packages.cache
@@ -165,3 +166,28 @@ def test_the_builder_quantises_what_the_recipe_says(folder, monkeypatch, tmp_pat
     for quantise in (None, "int8"):
         builder.main(json.dumps(dataclasses.asdict(recipe_of(folder, quantise=quantise))), str(tmp_path))
     assert len(asked) == 2 * len(SHAPES) and not any(asked[: len(SHAPES)]) and all(asked[len(SHAPES) :])
+
+
+@pytest.mark.skipif(not packages.OWN, reason="the house has no kernels for this CPU")
+def test_with_tiles_nobody_says_that_columns_in_8_bits_are_independent(tmp_path, monkeypatch) -> None:
+    """Inductor's kernel for them serves there, of which that was never seen."""
+    model, asked = packages.model_of(tiny_folder(tmp_path / "m", rows=packages.VOCAB + 20, head=64, hidden=64, layers=1), quantise="int8"), []
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, inductor_configs, **__: asked.append(inductor_configs))
+    monkeypatch.setattr(builder, "complete", lambda file: True)
+    for tiles in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        with pytest.raises(FileNotFoundError):  # nothing was written
+            builder.build(model.step, "any", True, tmp_path / "any.pt2")
+    assert [how["aot_inductor.metadata"] for how in asked] == [{}, INDEPENDENT]
+
+
+def test_where_inductor_names_weights_otherwise_packages_are_built_as_ever(monkeypatch) -> None:
+    from torch._inductor.graph import GraphLowering
+
+    with builder._named():
+        assert GraphLowering.allocate_non_dup_const_name.__name__ == "<lambda>"
+    usual = GraphLowering.allocate_non_dup_const_name
+    assert usual.__name__ == "allocate_non_dup_const_name", "and it is put back"
+    monkeypatch.delattr(GraphLowering, "allocate_non_dup_const_name")
+    with builder._named():
+        assert not hasattr(GraphLowering, "allocate_non_dup_const_name")

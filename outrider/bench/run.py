@@ -158,7 +158,7 @@ class Writers:
 
     def rest(self) -> None:
         """What loading measured in a busy moment is measured again."""
-        for rt in {id(rt): rt for rt in self.ours.values()}.values():
+        for rt in set(self.ours.values()):
             rt.engine.rest()
 
     def _written(self, name: str, prompt: prompts.Prompt, max_tokens: int) -> Row:

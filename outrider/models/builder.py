@@ -81,9 +81,12 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
     """What Inductor makes of weights gets a name of its own. It counts those that there are, from which it takes some away meanwhile: of two with the
-    same name a package has one. In each build the same, so that packages share what is the same."""
+    same name a package has one. In each build the same, so that packages share what is the same. Where Inductor names them otherwise, nothing is done."""
     graph: Any = importlib.import_module("torch._inductor.graph").GraphLowering
-    usual, made = graph.allocate_non_dup_const_name, itertools.count()
+    usual, made = getattr(graph, "allocate_non_dup_const_name", None), itertools.count()
+    if usual is None:
+        yield
+        return
     graph.allocate_non_dup_const_name = lambda self, name, data: usual(self, name or f"made{next(made)}", data)
     try:
         yield

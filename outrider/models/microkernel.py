@@ -1,7 +1,7 @@
 """A product of few rows by a packed matrix, the sums of many rows in registers: in bfloat16 of pairs (AVX512-BF16), where Inductor's own kernels
 widen to float32 first and take three times as long at eight rows, or, on processors without (AVX2, AVX512), of weights that are widened as they are
 read and rows that are once for all of them, where oneDNN's are slower than eager ones; in float32 (AVX512, AVX2), where oneDNN's take half as long
-again at one row, or twice, and Inductor's a third longer at nine. Registered with Inductor, which packs the weights, splits the work between threads
+again at one row, or twice, and Inductor's a third longer at nine; of weights in 8 bits, widened likewise (`quantised`). Registered with Inductor, which packs the weights, splits the work between threads
 and fuses what follows; a row's result does not depend on how many there are. In bfloat16 on a processor with tiles (AMX) Inductor takes its own
 kernel of them, of which the same is true.
 

@@ -53,8 +53,8 @@ def _rounded(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantised(module: Any, name: str) -> Any:
-    """The module with all its linear layers in 8 bits, in place and one after the other, the head included; embeddings and what else holds weights
-    stay whole."""
+    """The module with its linear layers in 8 bits, in place and one after the other, the head included. Embeddings, layers of other than multiples of
+    32 inputs and what else holds weights stay whole, which is said where it is most of the model."""
     sizes = {n: m.weight.numel() for n, m in module.named_modules() if type(m) is nn.Linear and m.in_features % EVEN == 0}
     share = sum(sizes.values()) / max(sum(p.numel() for p in module.parameters()), 1)
     for path in sizes:
