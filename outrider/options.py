@@ -69,7 +69,7 @@ Program = Annotated[Path | None, typer.Option(help="A pipeline of your own, as t
 Strict = Annotated[bool, typer.Option("--strict", help="The same bits with and without drafting; slower.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of torch; default: its own choice.")]
 Context = Annotated[int | None, typer.Option(help="Tokens a text can hold; default: 4,096 or the model's limit, whichever is less.")]
-Quantise = Annotated[str | None, typer.Option(help="int8: the weights of the target's linear layers in 8-bit integers.")]
+Quantise = Annotated[str | None, typer.Option(help="int8 or int4: the weights of the target's linear layers in integers of so many bits.")]
 Tokens = Annotated[int, typer.Option(help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 is off.")]

@@ -23,7 +23,8 @@ from outrider.core.types import MAX_NODES, Plan
 from outrider.drafters.lookup import Lookup
 from outrider.models import attention, builder, compiled, microkernel
 from outrider.models.compiled import PREFILL, SHAPES, Compiled, Recipe, example, start_builder
-from outrider.models.quantised import QuantisedLinear
+from outrider.models.four_bits import four_bits
+from outrider.models.quantised import FourBits, QuantisedLinear, _of_blocks
 from outrider.models.step import Step
 from outrider.runtime.engine import Engine
 
@@ -285,6 +286,76 @@ def test_products_of_weights_in_8_bits_are_right_at_every_width(k, n, dtype, tmp
         got = product(x[:count])
         assert bool(((got.double() - want[:count]).abs() <= error[:count]).all()), f"{count} rows"
         assert all(torch.equal(got[i], alone[i]) for i in range(count)), f"{count} rows"
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """As the house's product of weights in 4 bits reads rows: 32 inputs at a time in 8 bits."""
+    groups = x.float().unflatten(-1, (-1, 32))
+    most = groups.abs().amax(-1, keepdim=True)
+    return ((groups * (torch.full_like(most, 127) / most)).round().double() * (most.double() / 127)).flatten(-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("k", "n", "dtype", "threads"),
+    [
+        (64, 192, torch.bfloat16, 2),
+        (352, 96, torch.bfloat16, 2),
+        (8192, 48, torch.bfloat16, 1),
+        (352, 192, torch.float32, 2),
+        (2048, 16, torch.float32, 2),
+    ],
+)
+def test_products_of_weights_in_4_bits_are_right_at_every_width(k, n, dtype, threads, tmp_path, monkeypatch):
+    """The same of a layer in 4 bits, whose rows are rounded, too; with inputs that a cache does not hold, and where two threads share an output's sum
+    (its bits then hang on the rows beside it)."""
+    if four_bits(dtype) is None:
+        pytest.skip("this CPU has no such kernel")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(k)
+    layer, x, rows = FourBits(torch.nn.Linear(k, n).to(dtype)), torch.randn(500, k).to(dtype), torch.export.Dim("w", min=1, max=500)
+    layer.built, x[3] = True, x[3] * 1000
+    how = {"freezing": True, "aot_inductor.package_constants_in_so": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+    with torch.no_grad():
+        one, some = [torch.export.export(layer, (x[:m],), dynamic_shapes=how_many, strict=False) for m, how_many in ((1, None), (9, ({0: rows},)))]
+        single, product = [
+            torch._inductor.aoti_load_package(
+                torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / f"{i}.pt2"), inductor_configs=how)
+            )
+            for i, program in enumerate((one, some))
+        ]
+    weight, bias = exact(layer), layer.bias.detach().double()
+    want = rounded(x) @ weight.T + bias
+    sums, kept = (2.0**-16, 2.0**-7) if dtype == torch.bfloat16 else (2.0**-19, 2.0**-22)
+    error = (x.double().abs() @ weight.abs().T) * sums + (want.abs() + bias.abs()) * kept
+    alone = [product(x[i : i + 1])[0] for i in range(len(x))]
+    whole = n >= 16 * threads
+    assert not whole or all(torch.equal(single(x[i : i + 1])[0], alone[i]) for i in range(20))
+    for count in (*range(1, 41), len(x)):
+        got = product(x[:count])
+        assert bool(((got.double() - want[:count]).abs() <= error[:count]).all()), f"{count} rows"
+        assert not whole or all(torch.equal(got[i], alone[i]) for i in range(count)), f"{count} rows"
+    x[2, 5], x[4, 40] = torch.nan, torch.inf
+    assert [bool(row.isfinite().all()) for row in product(x[:6])] == [True, True, False, True, False, True]
+
+
+def exact(layer: FourBits) -> torch.Tensor:
+    """Its weights, unrounded."""
+    scale, zero = layer.scales.transpose(0, 1).double().split(1, -1)
+    return ((_of_blocks(layer.blocks).unflatten(1, (-1, 32)).double() - 8) * scale + zero).flatten(1)
+
+
+@pytest.mark.slow
+def test_a_package_of_weights_in_4_bits_agrees_and_shares_them(folder, cache, started):
+    model, recipe = model_of(folder, quantise="int4"), recipe_of(folder, quantise="int4")
+    model.compiled = build_wide(recipe, model.step, PREFILL)
+    check_scores(model, recompute(model), np.random.default_rng(11), VOCAB, packages.CLOSE)
+    assert model.meter.tier == "compiled"
+    own = {name: weight for name, weight in model.step.named_parameters() if weight.dtype == torch.uint8}
+    for package in model.compiled.packages.values():
+        blocks = {name.removeprefix("step."): w for name, w in package.weights.items() if w.dtype == torch.uint8}
+        assert len(blocks) == len(own) == 14 and all(w.data_ptr() == own[name].data_ptr() for name, w in blocks.items())
+    assert model.compiled.packages["any"].independent == (packages.OWN and not torch.cpu._is_amx_tile_supported())
 
 
 @pytest.mark.slow

@@ -83,6 +83,10 @@ def test_weights_that_are_packed_alike_are_held_once(served, built):
     assert all(w.data_ptr() == wide[n].data_ptr() for n, w in narrow.items() if n in wide and torch.equal(w, wide[n]))
     assert served.compiled.packages["one"].shares == all(n in wide or w.data_ptr() in model for n, w in narrow.items())
     assert served.compiled.packages["one"].shares or not OWN
+    named = dict(served.step.named_parameters(remove_duplicate=False))
+    for one in served.compiled.packages.values():  # of whoever reads texts alone, too, in which they have longer names
+        there = {n.removeprefix("step."): w for n, w in one.weights.items() if n.removeprefix("step.") in named}
+        assert len(there) > 4 and all(w.data_ptr() == named[n].data_ptr() for n, w in there.items())
     held = {w.data_ptr(): w.nbytes for own in served.compiled.packages.values() for w in own.weights.values() if w.data_ptr() not in model}
     files = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
     carried = sum(w.nbytes for shape in SHAPES for w in package._carried(built / f"{shape}.pt2").values())

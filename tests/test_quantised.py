@@ -88,7 +88,7 @@ def test_all_linear_layers_are_quantised_and_no_other(folder) -> None:
     module = load_module(folder, "float32")
     linear, table = layers(module, nn.Linear), module.get_input_embeddings().weight.clone()
     assert "lm_head" in linear
-    assert layers(quantised(module, "m"), QuantisedLinear) == linear and not layers(module, nn.Linear)
+    assert layers(quantised(module, "m", "int8"), QuantisedLinear) == linear and not layers(module, nn.Linear)
     assert torch.equal(module.get_input_embeddings().weight, table)
 
 
@@ -96,22 +96,22 @@ def test_a_head_that_is_tied_leaves_the_embedding_whole(tmp_path) -> None:
     module = zoo.module("gemma2")
     assert module.get_output_embeddings().weight is module.get_input_embeddings().weight
     table = module.get_input_embeddings().weight.clone()
-    quantised(module, "m")
+    quantised(module, "m", "int8")
     assert type(module.get_output_embeddings()) is QuantisedLinear and torch.equal(module.get_input_embeddings().weight, table)
 
 
 def test_rows_that_torch_would_read_past_stay_whole() -> None:
     module = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 32), nn.Linear(32, 50), nn.Linear(50, 3))
-    assert layers(quantised(module, "m"), nn.Linear) == ["0", "3"]
+    assert layers(quantised(module, "m", "int8"), nn.Linear) == ["0", "3"]
 
 
 def test_that_most_of_a_model_stays_whole_is_said(caplog) -> None:
     with caplog.at_level(logging.WARNING, "outrider"):
-        quantised(zoo.module("gpt2"), "mine")
+        quantised(zoo.module("gpt2"), "mine", "int8")
     assert "of the weights of mine" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "outrider"):
-        quantised(nn.Sequential(nn.Linear(64, 64)), "mine")
+        quantised(nn.Sequential(nn.Linear(64, 64)), "mine", "int8")
     assert not caplog.text
 
 

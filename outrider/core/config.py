@@ -12,6 +12,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Limits, SamplingParams
 
 RULES = ("exact", "coupled")
+QUANTISED = ("int8", "int4")
 
 
 def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
@@ -137,8 +138,8 @@ class LoadSettings:
     tokens a text can hold. chunk: tokens prefilled at a time. compile: "auto" (another process builds compiled steps,
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
     of torch, for the whole process. program: a file of pipelines in the language of docs/ir.md, run for requests of their rules in place of the
-    usual ones. quantise: "int8" keeps the target's linear weights in 8-bit integers: steps that
-    fetch half the bytes of bfloat16, of another target (the same text by them: the drafter "quantised:int8").
+    usual ones. quantise: "int8" or "int4" keeps the target's linear weights in integers of 8 or
+    4 bits: steps that fetch a half or a third of bfloat16's bytes, of another target (the same text by them: the drafter "quantised:int4").
     """
 
     device: str = "auto"
@@ -190,7 +191,7 @@ def load_settings(**given: Any) -> LoadSettings:
     )
     _must(isinstance(s.profile, (str, Path)) and s.profile != "", f"profile={s.profile!r} is neither a file nor auto or off", "profile='auto'")
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
-    _must(s.quantise in (None, "int8"), f"quantise={s.quantise!r} is not known", "int8, or leaving it out")
+    _must(s.quantise in (None, *QUANTISED), f"quantise={s.quantise!r} is not known", "int8, int4, or leaving it out")
     _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")
     most = 16 * (os.cpu_count() or 1)
     _must(

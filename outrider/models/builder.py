@@ -19,8 +19,11 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, microkernel, room
 from outrider.models.compiled import BUILDER, LONG, NOT_COMPILED, PREFILL, SHAPES, STEPS, Recipe, example
+from outrider.models.four_bits import four_bits
 from outrider.models.layers import turning
+from outrider.models.microkernel import few_rows
 from outrider.models.package import INDEPENDENT, complete
+from outrider.models.quantised import FourBits, QuantisedLinear, house_products
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
@@ -30,13 +33,15 @@ STACK = "aot_inductor.allow_stack_allocation"  # what lies between kernels is no
 STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 ROOM = 256  # tokens of the row that they are exported with; how many there are is a symbol
+WEIGHED = ("linear", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu")  # ways to multiply by a layer's weights
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole. What cannot be compiled in one way is tried in the next."""
-    fast = None not in (microkernel.few_rows(step.module.dtype), microkernel.few_rows(step.module.dtype, torch.int8))
-    how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": frozen}
+    fast = _has_kernels(step.module)
+    joins = frozen and not any(isinstance(part, FourBits) for part in step.module.modules())  # Inductor would join them as what torch packs
+    how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": joins}
     ways = (
         [*[STACKED] * (shape in STEPS), *TUNED, {}] if frozen and (fast or shape == "one") else [{}]
     )  # Inductor's products, at one row the faster in any dtype; then oneDNN's
@@ -59,20 +64,27 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     draft.replace(file)
 
 
+def _has_kernels(module: Any) -> bool:
+    """Are there the house's kernels for all linear layers? They are known to Inductor from now on."""
+    kinds, dtype = {type(part) for part in module.modules()}, module.dtype
+    kernels = [few_rows(dtype), *[few_rows(dtype, torch.int8)] * (QuantisedLinear in kinds), *[four_bits(dtype)] * (FourBits in kinds)]
+    return None not in kernels
+
+
 def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Callable[..., Any], note: dict[str, str]) -> None:
     """note: what the package says of itself. Raises OutriderError where the model's forward breaks the graph, and whatever Inductor raises."""
     count, width = EXAMPLE[shape]
     rows = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in step.store.rows(0, 1)]
-    inputs = (example(count, width, len(step.windows)), torch.arange(max(128, width)), rows)
+    inputs, house = (example(count, width, len(step.windows)), torch.arange(max(128, width)), rows), how.get("max_autotune_gemm_backends") == "CPP"
     try:
-        with torch.no_grad(), attending(attend):
+        with torch.no_grad(), attending(attend), house_products(step.module, house):
             program = torch.export.export(
                 Prefill(step) if shape == PREFILL else step, inputs, dynamic_shapes=_symbols(shape, len(rows)), strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )  # fmt: skip
     except Exception as broken:
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
-    if how.get("max_autotune_gemm_backends") == "CPP" and _independent(program):
+    if house and _independent(program):
         note = note | INDEPENDENT
     with torch.no_grad(), room.kept(bool(how.get(STACK))), _named():
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
@@ -113,9 +125,15 @@ def _independent(program: torch.export.ExportedProgram) -> bool:
     if "attend" not in names or any("scaled_dot" in name for name in names):
         return False
     for (_, name, *_), args in called:
-        if name in ("linear", "_weight_int8pack_mm"):
+        if name in WEIGHED:
             n, k = args[1].meta["val"].shape
-            if n % microkernel.BLOCK or k % microkernel.DEEP or n < microkernel.BLOCK * torch.get_num_threads() or (tiles and name != "linear"):
+            k *= 2 if name == "_weight_int4pack_mm_for_cpu" else 1  # two in a byte
+            if (
+                n % microkernel.BLOCK
+                or k % microkernel.DEEP
+                or n < microkernel.BLOCK * torch.get_num_threads()
+                or (tiles and name == "_weight_int8pack_mm")
+            ):
                 return False
         elif name in PRODUCTS and args[0].meta["val"].shape[-1] != 1:
             return False

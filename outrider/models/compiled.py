@@ -35,7 +35,7 @@ from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
 from outrider.models.step import Prefill, Step
 
-VERSION = 19  # of what is built here: raise it when a package of before must not be used
+VERSION = 20  # of what is built here: raise it when a package of before must not be used
 COMPILED = "compiled"  # the tier that records say
 WITHOUT = f"{COMPILED}:without-"  # the same, and what of it is slower than it might be
 PREFILL = "prefill"
@@ -247,17 +247,17 @@ class Compiled:
         else:
             self.steady = min(COLD * taken["any"] / gained, LATEST) if gained > 0 else LATEST
 
-    def _known(self) -> dict[str, Tensor]:
-        """Weights that are in memory already, by name: the model's own, and those of packages."""
-        own = [*self.step.named_parameters(remove_duplicate=False), *self.step.named_buffers(remove_duplicate=False)]
+    def _known(self, eager: nn.Module) -> dict[str, Tensor]:
+        """Weights that are in memory already, by the names that they have in what was built: the model's own, and those of packages."""
+        own = [*eager.named_parameters(remove_duplicate=False), *eager.named_buffers(remove_duplicate=False)]
         return {n: w.detach() for n, w in own} | {n: w for package in self.packages.values() for n, w in package.weights.items()}
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:
         """Take up a package after it has agreed with the eager step and been faster, which is not timed again at every start; its threads are chosen
         on the way, and a step's again at every start where they are fewer than there are."""
-        package = Package(self._file(shape), self._known(), shape in self.recipe.frozen)
         eager = Prefill(self.step) if shape == PREFILL else self.step
+        package = Package(self._file(shape), self._known(eager), shape in self.recipe.frozen)
         given = self._given(COLUMNS[shape])
         if not apart(eager, package, *given) <= DIFFERS:
             self.reason = "eager:package-differs"

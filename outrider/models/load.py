@@ -251,7 +251,7 @@ def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
     module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
-    return quantised(module, folder.name) if quantise else module
+    return quantised(module, folder.name, quantise) if quantise else module
 
 
 def wrap(

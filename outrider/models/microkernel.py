@@ -235,12 +235,12 @@ def _registered(inductor: Any, isa: Any, dtype: torch.dtype, weights: torch.dtyp
     blocks, kinds = [(8, block, DEEP), *[(8, block, 2)] * whole], {"input_dtype": dtype, "input2_dtype": weights}
     shape = inductor.generate_gemm_config(vectors, blocks, **kinds, output_dtype=torch.float, compute_dtype=torch.float, extra_check=fits)
     if not whole:  # Inductor's of a single row would be taken for its larger blocks
-        _stand_back(inductor.micro_gemm_configs[inductor.CppMicroGemmFP32Vec], shape[0])
+        stand_back(inductor.micro_gemm_configs[inductor.CppMicroGemmFP32Vec], shape[0])
     inductor.register_micro_gemm(*shape)(FewRows)
     return FewRows
 
 
-def _stand_back(others: list[Any], ours: Any) -> None:
+def stand_back(others: list[Any], ours: Any) -> None:
     """Of `others`, those for the same numbers serve only what `ours` does not fit."""
 
     def unless(check: Any, *of: Any, **more: Any) -> bool:

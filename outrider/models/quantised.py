@@ -1,7 +1,10 @@
-"""Linear layers whose weights are 8-bit integers, each row with a scale of its own: half the bytes of bfloat16 that a step has to fetch. Multiplied
-as they are by torch's own product, and by the house's in compiled steps (`microkernel`); nothing but weights is rounded."""
+"""Linear layers whose weights are integers: of 8 bits, each row with a scale of its own, half the bytes of bfloat16 that a step has to fetch, or of 4
+bits, 32 inputs of a row with a scale and a zero of their own, a third of them. Multiplied as they are by torch's own products, and by the house's in
+compiled steps (`microkernel`, `four_bits`)."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.core.sampling import near
+from outrider.models.four_bits import BLOCK, GROUP, MARK
 
 MOST = 127  # of a weight's size, in units of its row's scale
 EVEN = 32  # inputs of a layer divide by it: torch's product reads so many at once, beyond a row's end if need be
-PIECE = 256  # rows that are rounded at a time, in float32
+PIECE = 256  # rows that are rounded at a time, in float32; a multiple of BLOCK
 log = logging.getLogger("outrider")
 
 
@@ -52,13 +56,96 @@ def _rounded(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (whole / scale.float()[:, None]).round_(), scale
 
 
-def quantised(module: Any, name: str) -> Any:
-    """The module with its linear layers in 8 bits, in place and one after the other, the head included. Embeddings, layers of other than multiples of
-    32 inputs and what else holds weights stay whole, which is said where it is most of the model."""
+class FourBits(nn.Module):
+    """A linear layer in 4 bits: a weight is (number - 8) * scale + zero. blocks uint8 [outputs, inputs / 2] as the house's product reads them, packed the
+    same as torch's does, scales bfloat16 [inputs / 32, outputs, 2] for both; weight: as others read it. What is multiplied is rounded, too: by torch to
+    bfloat16, by the house to 8 bits, 32 inputs at a time. `built`: a step with the house's product is being built."""
+
+    packed: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        whole = linear.weight.detach()
+        numbers, scales = torch.empty_like(whole, dtype=torch.uint8), whole.new_empty(len(whole), whole.shape[1] // GROUP, 2, dtype=torch.bfloat16)
+        for at in range(0, len(whole), PIECE):
+            numbers[at : at + PIECE], scales[at : at + PIECE] = _rounded_by_group(whole[at : at + PIECE].float())
+        self.blocks, self.scales = (nn.Parameter(x, requires_grad=False) for x in (_in_blocks(numbers), scales.transpose(0, 1).contiguous()))
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1), persistent=False)
+        self.bias, self.dtype, self.built = linear.bias, whole.dtype, False
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], in the dtype of the layer that it was: made when it is asked for."""
+        numbers = _of_blocks(self.blocks).unflatten(1, (-1, GROUP))
+        scale, zero = self.scales.transpose(0, 1).float().split(1, -1)
+        whole: Tensor = (numbers.float() - 8) * scale + zero
+        return whole.flatten(1).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        rows, product = x.reshape(-1, x.shape[-1]), torch.ops.aten._weight_int4pack_mm_for_cpu
+        out: Tensor = (
+            product(rows, self.blocks, MARK, self.scales) if self.built else product(rows.bfloat16(), self.packed, GROUP, self.scales).to(x.dtype)
+        )
+        out = out.view(*x.shape[:-1], len(self.blocks))
+        return out if self.bias is None else out + self.bias
+
+
+@contextlib.contextmanager
+def house_products(module: nn.Module, on: bool) -> Iterator[None]:
+    """Steps that are exported meanwhile have the house's products of weights in 4 bits, if `on`; else torch's, of what it has packed."""
+    layers = [part for part in module.modules() if isinstance(part, FourBits)]
+    for layer in layers:
+        layer.built = on
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.built = False
+
+
+def _in_blocks(numbers: Tensor) -> Tensor:
+    """uint8 [outputs, inputs] -> [outputs, inputs / 2]: by 16 outputs, by 4 inputs; the later eight of the outputs lie in the upper four bits."""
+    halves = numbers.view(-1, 2, BLOCK // 2, numbers.shape[1] // 4, 4).transpose(2, 3)
+    return (halves[:, 0] | halves[:, 1] << 4).reshape(len(numbers), -1)
+
+
+def _of_blocks(blocks: Tensor) -> Tensor:
+    """The way back."""
+    both = blocks.view(-1, blocks.shape[1] // 2, BLOCK // 2, 4)
+    return torch.stack([both & 15, both >> 4], 1).transpose(2, 3).reshape(len(blocks), -1)
+
+
+def _rounded_by_group(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of float32 as numbers from 0 to 15, and [rows, groups, 2] scales and zeros: those of the largest and the least, then twice the ones that fit
+    the numbers best (least squares), and the numbers anew."""
+    groups = whole.unflatten(1, (-1, GROUP))
+    low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
+    scale, zero = (high - low) / 15, low + (high - low) * (8 / 15)
+    for more in (True, True, False):
+        scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
+        scale[scale == 0] = 1  # a group of equals
+        numbers = ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(-8, 7)
+        if more:
+            middle = numbers.mean(-1)
+            apart = numbers - middle[..., None]
+            spread = apart.square().sum(-1)
+            scale = torch.where(spread > 0, (apart * groups).sum(-1) / spread, scale)
+            zero = mean - scale * middle
+    return (numbers + 8).flatten(1), torch.stack([scale, zero], -1).bfloat16()
+
+
+def quantised(module: Any, name: str, kind: str) -> Any:
+    """The module with its linear layers in 8 or 4 bits, in place and one after the other. The head is of 8 bits in any case, and so is what does not divide
+    into blocks of 4 bits; embeddings, layers of other than multiples of 32 inputs and what else holds weights stay whole, which is said where it is most
+    of the model."""
     sizes = {n: m.weight.numel() for n, m in module.named_modules() if type(m) is nn.Linear and m.in_features % EVEN == 0}
     share = sum(sizes.values()) / max(sum(p.numel() for p in module.parameters()), 1)
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     for path in sizes:
-        module.set_submodule(path, QuantisedLinear(module.get_submodule(path)))
+        layer = module.get_submodule(path)
+        four = kind == "int4" and layer is not head and layer.out_features % BLOCK == 0
+        module.set_submodule(path, FourBits(layer) if four else QuantisedLinear(layer))
     if share < 0.5:
         log.warning("of the weights of %s no more than %d%% lie in linear layers and are quantised; the others stay whole", name, 100 * share)
     return module

@@ -20,7 +20,7 @@ from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.predict import LADDER
 from outrider.control.tables import Tables
-from outrider.core.config import LoadSettings, load_settings, nearest, whole
+from outrider.core.config import QUANTISED, LoadSettings, load_settings, nearest, whole
 from outrider.core.errors import OutriderError
 from outrider.core.sockets import Drafter
 from outrider.core.types import TARGET, Plan
@@ -69,8 +69,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     if s.threads:
         torch.set_num_threads(s.threads)
     _refuse_unknown(specs)
-    if f"quantised:{s.quantise}" in specs:
-        raise OutriderError(f"'quantised:{s.quantise}' is the target itself", f"quantise={s.quantise!r} makes it so", "leaving out one of the two")
+    _refuse_quantised(specs, s)
     if s.predictor not in LADDER:
         raise nearest(s.predictor, LADDER, "predictor")
     s = replace(s, dtype=_dtype(target, s))
@@ -204,8 +203,15 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
                 raise OutriderError("the drafter 'model' needs a model", "", "model:PATH")
             if kind == "early-exit" and whole(path) is None:
                 raise OutriderError(f"the drafter '{spec}' needs a number of layers", "", "early-exit:2")
-            if kind == "quantised" and path != "int8":
-                raise OutriderError(f"the drafter '{spec}' is not known", "", "quantised:int8")
+            if kind == "quantised" and path not in QUANTISED:
+                raise OutriderError(f"the drafter '{spec}' is not known", "", " or ".join(f"quantised:{bits}" for bits in QUANTISED))
+
+
+def _refuse_quantised(specs: list[str | Drafter], s: LoadSettings) -> None:
+    if f"quantised:{s.quantise}" in specs:
+        raise OutriderError(f"'quantised:{s.quantise}' is the target itself", f"quantise={s.quantise!r} makes it so", "leaving out one of the two")
+    if (s.quantise == "int4" or "quantised:int4" in specs) and models.pick_device(s.device).type != "cpu":
+        raise OutriderError("weights in 4 bits are multiplied on CPUs alone", "", "int8 in their place, or device='cpu'")
 
 
 def _refuse_foreign(drafter: Any) -> None:
