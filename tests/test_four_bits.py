@@ -14,7 +14,7 @@ from torch import nn
 
 import outrider
 from outrider.core.errors import OutriderError
-from outrider.models import builder, load
+from outrider.models import attention, builder, load
 from outrider.models.four_bits import BLOCK, GROUP, MARK, four_bits
 from outrider.models.load import load_module, wrap
 from outrider.models.package import INDEPENDENT
@@ -25,7 +25,7 @@ cache = packages.cache
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_folder(tmp_path_factory.mktemp("four") / "target", jitter=0.02, hidden=64, head=32)
+    return tiny_folder(tmp_path_factory.mktemp("four") / "target", jitter=0.02, hidden=64, head=32, rows=320)
 
 
 def layers(module: nn.Module, kind: type) -> list[str]:
@@ -50,7 +50,7 @@ def test_a_weight_is_off_by_half_a_unit_of_its_group_at_most(dtype: torch.dtype)
     inside = (numbers > 0) & (numbers < 15)
     assert bool((off <= scale.abs() * 0.5001)[inside].all()) and float(inside.double().mean()) > 0.8
     simple = (groups.amax(-1) - groups.amin(-1)) / 15
-    assert float((off.square().mean(-1).sqrt() / simple)[20:].mean()) < 0.285, "by 0.289, half a unit's share, without a fit"
+    assert float((off.square().mean(-1).sqrt() / simple)[20:].mean()) < 0.264, "0.279 without a fit, 0.266 with one, 0.261 with two"
     assert torch.allclose(layer.weight.double(), ((numbers - 8) * scale + zero).flatten(1), rtol=2.0**-8, atol=2.0**-14)
 
 
@@ -146,7 +146,8 @@ def test_no_gpu_is_asked_for_4_bits(folder, monkeypatch) -> None:
 @pytest.mark.skipif(not packages.OWN, reason="the house has no kernels for this CPU")
 def test_only_the_house_s_product_is_given_blocks(tmp_path, monkeypatch) -> None:
     """Where its kernels are not asked, steps have torch's product. With tiles the head's columns are said to be nothing, which are of 8 bits."""
-    model, asked = packages.model_of(tiny_folder(tmp_path / "m", rows=packages.VOCAB + 20, head=64, hidden=64, layers=1), quantise="int4"), []
+    model = packages.model_of(tiny_folder(tmp_path / "m", rows=packages.VOCAB + 20, head=64, hidden=64, layers=1), quantise="int4")
+    asked: list[object] = []
 
     def compile_it(program, package_path, inductor_configs):
         products = [node.args for node in program.graph.nodes if "int4pack" in str(node.target)]
@@ -154,18 +155,22 @@ def test_only_the_house_s_product_is_given_blocks(tmp_path, monkeypatch) -> None
         house = inductor_configs.get("max_autotune_gemm_backends") == "CPP"
         assert {args[2] for args in products} == {MARK if house else GROUP}
         assert not inductor_configs["cpp.enable_concat_linear"], "Inductor would join what it does not understand"
+        assert not any(part.built for part in model.module.modules() if isinstance(part, FourBits)), "eager steps are torch's as ever"
         asked.append(inductor_configs["aot_inductor.metadata"] if house else "torch's")
-        raise RuntimeError("seen")
+        if house and refused:
+            raise RuntimeError("another Inductor")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_it)
-    for frozen, tiles in ((True, False), (True, True), (False, False)):
+    monkeypatch.setattr(builder, "complete", lambda file: True)
+    monkeypatch.setattr(attention, "attention", lambda dtype, real=attention.attention: None if refused else real(dtype))
+    for frozen, tiles, refused, want in (  # noqa: B007  (`refused` is asked for above)
+        (True, False, False, [INDEPENDENT]), (True, True, False, [{}]), (False, False, False, ["torch's"]), (True, False, True, [{}, {}, "torch's"]),
+    ):  # fmt: skip
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
-        with pytest.raises(RuntimeError, match="seen"):
-            builder.build(model.step, "any", frozen, tmp_path / "any.pt2")
-        first = [] if not frozen else [{} if tiles else INDEPENDENT] * 2
-        assert asked[:4] == [*first, "torch's", "torch's"], f"{frozen} {tiles}"
         asked.clear()
-        assert not any(part.built for part in model.module.modules() if isinstance(part, FourBits)), "eager steps are torch's as ever"
+        with pytest.raises(FileNotFoundError):  # nothing was written
+            builder.build(model.step, "any", frozen, tmp_path / "any.pt2")
+        assert asked == want
 
 
 @pytest.mark.skipif(not packages.OWN, reason="the house has no kernels for this CPU")

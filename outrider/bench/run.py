@@ -27,7 +27,7 @@ from outrider import reference
 from outrider.bench import peers, prompts
 from outrider.bench.report import provenance, save_as
 from outrider.bench.table import markdown
-from outrider.core.config import nearest
+from outrider.core.config import QUANTISED, nearest
 from outrider.core.errors import OutriderError
 from outrider.core.types import TARGET
 from outrider.measure import machine
@@ -38,9 +38,11 @@ from outrider.runtime.door import Runtime
 
 Folder = str | os.PathLike[str] | None
 STOCK, OURS, AGAIN = f"stock {peers.PLAIN}", "ours plain", "ours plain again"
-OWN, INT8 = "ours own int8 copy", "ours plain int8"  # the target drafted by itself in 8 bits; a target in 8 bits, whose text is its own
+OWN = {f"ours own {bits} copy": bits for bits in QUANTISED}  # the target drafted by itself in fewer bits
+FEWER = {f"ours plain {bits}": bits for bits in QUANTISED}  # a target in fewer bits, whose text is its own
 DRAFTED: dict[str, tuple[str, ...]] = {
-    OURS: (), "ours lookup": ("lookup",), "ours model": ("model",), "ours lookup+model": ("lookup", "model"), OWN: ("quantised",), INT8: (), AGAIN: (),
+    OURS: (), "ours lookup": ("lookup",), "ours model": ("model",), "ours lookup+model": ("lookup", "model"),
+    **dict.fromkeys(OWN, ("quantised",)), **dict.fromkeys(FEWER, ()), AGAIN: (),
 }  # fmt: skip
 CONTENDERS = (*(f"stock {name}" for name in peers.SETTINGS), *DRAFTED)
 BUSY = "import os; of = os.getppid()\nwhile os.getppid() == of: sum(range(10000))"  # until who asked for it is gone
@@ -141,11 +143,12 @@ class Writers:
         spec, self.weights, settings = model.spec, read_bytes(model.module), {**settings, "dtype": model.spec.dtype}
         self.meter, self.energy = DeviceMeter(model.device), ""
         self.ours = dict.fromkeys(DRAFTED, self.plain)
-        if OWN in names:
-            self.ours[OWN] = fresh(outrider.load(target, drafters=["quantised:int8"], **settings))
-        if INT8 in names:
-            self.ours[INT8] = fresh(outrider.load(target, drafters=[], **{**settings, "quantise": "int8"}))
-        if some := [name for name in names if DRAFTED.get(name) and name != OWN]:
+        for name in names:
+            if name in OWN:
+                self.ours[name] = fresh(outrider.load(target, drafters=[f"quantised:{OWN[name]}"], **settings))
+            if name in FEWER:
+                self.ours[name] = fresh(outrider.load(target, drafters=[], **{**settings, "quantise": FEWER[name]}))
+        if some := [name for name in names if DRAFTED.get(name) and name not in OWN]:
             self.ours |= dict.fromkeys(some, fresh(outrider.load(target, drafters=["lookup", f"model:{draft}"], **settings)))
         if any(name not in DRAFTED for name in names):
             self.stock = peers.Stock(target or "", draft or "", spec.dtype, device=spec.device)
