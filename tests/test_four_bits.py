@@ -143,6 +143,12 @@ def test_no_gpu_is_asked_for_4_bits(folder, monkeypatch) -> None:
         assert "int8" in str(refused.value)
 
 
+def test_a_profile_of_a_copy_in_8_bits_is_none_of_one_in_4(folder, cache) -> None:
+    """Both copies are of one folder, under one name."""
+    marks = [outrider.load(folder, [f"quantised:{bits}"], compile="off", rows=1).keeper.mark for bits in ("int8", "int4", "int4")]
+    assert marks[0] != marks[1] == marks[2]
+
+
 @pytest.mark.skipif(not packages.OWN, reason="the house has no kernels for this CPU")
 def test_only_the_house_s_product_is_given_blocks(tmp_path, monkeypatch) -> None:
     """Where its kernels are not asked, steps have torch's product. With tiles the head's columns are said to be nothing, which are of 8 bits."""

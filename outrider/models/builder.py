@@ -17,11 +17,11 @@ import torch
 from outrider.core.cache import UNUSED, cache_place, held, remove, step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
-from outrider.models import attention, load, microkernel, room
+from outrider.models import attention, load, room
 from outrider.models.compiled import BUILDER, LONG, NOT_COMPILED, PREFILL, SHAPES, STEPS, Recipe, example
 from outrider.models.four_bits import four_bits
 from outrider.models.layers import turning
-from outrider.models.microkernel import few_rows
+from outrider.models.microkernel import BLOCK, DEEP, few_rows
 from outrider.models.package import INDEPENDENT, complete
 from outrider.models.quantised import FourBits, QuantisedLinear, house_products
 from outrider.models.step import Prefill, Step, attending, grouped_attention
@@ -128,12 +128,7 @@ def _independent(program: torch.export.ExportedProgram) -> bool:
         if name in WEIGHED:
             n, k = args[1].meta["val"].shape
             k *= 2 if name == "_weight_int4pack_mm_for_cpu" else 1  # two in a byte
-            if (
-                n % microkernel.BLOCK
-                or k % microkernel.DEEP
-                or n < microkernel.BLOCK * torch.get_num_threads()
-                or (tiles and name == "_weight_int8pack_mm")
-            ):
+            if n % BLOCK or k % DEEP or n < BLOCK * torch.get_num_threads() or (tiles and name == "_weight_int8pack_mm"):
                 return False
         elif name in PRODUCTS and args[0].meta["val"].shape[-1] != 1:
             return False

@@ -104,7 +104,9 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     folders = {
         "target": models.locate(target),
         **{
-            str(n): models.locate(_folder(d, target))
+            f"{n} {d}" if d.startswith("quantised") else str(n): models.locate(
+                _folder(d, target)
+            )  # the target's own folder says not in how many bits
             for n, d in enumerate(specs)
             if isinstance(d, str) and ":" in d and not d.startswith("early-exit")
         },
