@@ -235,6 +235,14 @@ def test_some_contenders_can_be_chosen_and_a_wrong_name_is_named(folders, monkey
         run.speed(1, 4, 2, lambda category: None, contenders=("our lookup",), **how)
 
 
+def test_contenders_in_4_bits_are_no_gpu_s(monkeypatch):
+    for device in ("cpu", "cuda"):
+        assert run._known(None, device) == tuple(name for name in CONTENDERS if device == "cpu" or not name.endswith(("int4", "int4 copy")))
+    monkeypatch.setattr(run, "pick_device", lambda name: torch.device("cuda"))
+    with pytest.raises(OutriderError, match="'ours plain int4' cannot be measured here"):
+        run.speed(1, 4, contenders=("ours plain int4",))
+
+
 def test_bytes_read_leave_out_an_embedding_that_is_not_the_head(folders):
     module = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     everything = sum(p.nbytes for p in module.parameters())

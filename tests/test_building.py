@@ -104,12 +104,16 @@ def test_a_memory_plan_counts_the_copies_that_packages_carry(folder, monkeypatch
         free = off.weights + off.cache + 4 * copies * off.weights
         monkeypatch.setattr(load.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         assert memory_plan(folder, "float32", 2, 100, "auto") == dataclasses.replace(off, frozen=SHAPES[:copies])
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: SimpleNamespace(available=off.total + 4 * off.weights - 1))
+    numbers, head = off.weights // 4, 320 * 64
+    assert [memory_plan(folder, "float32", 2, 100, "auto", q).packed for q in (None, "int8", "int4")] == [0, 3 * numbers, 3 * head]
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    assert memory_plan(folder, "float32", 2, 100, "auto", "int4").frozen == SHAPES, "blocks are read where they are"
     assert memory_plan(folder, "float32", 2, 100, "auto").frozen == ()
 
 
 @pytest.mark.skipif(not OWN, reason="the house has no kernels for this CPU")
-@pytest.mark.parametrize("quantise", [None, "int8"])
+@pytest.mark.parametrize("quantise", [None, "int8", "int4"])
 @pytest.mark.parametrize(
     ("threads", "head", "hidden", "independent"), always(2, [(1, 64, 64, True), (5, 64, 64, False), (1, 64, 48, False), (1, 8, 64, False)])
 )

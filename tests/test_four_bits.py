@@ -18,7 +18,7 @@ from outrider.models import attention, builder, load
 from outrider.models.four_bits import BLOCK, GROUP, MARK, four_bits
 from outrider.models.load import load_module, wrap
 from outrider.models.package import INDEPENDENT
-from outrider.models.quantised import FourBits, QuantisedLinear, _in_blocks, _of_blocks, quantised
+from outrider.models.quantised import FourBits, QuantisedLinear, _in_blocks, _of_blocks, _to_8_bits, quantised
 
 cache = packages.cache
 
@@ -76,6 +76,13 @@ def test_the_product_is_that_of_the_rounded_weights(shape: tuple[int, ...], dtyp
     layer, x = FourBits(linear), torch.randn(shape).to(dtype)
     got, want = layer(x), F.linear(x.double(), layer.weight.double(), linear.bias.detach().double())
     assert got.dtype == dtype and got.shape == (*shape[:-1], 48) and torch.allclose(got.double(), want, atol=0.02)
+    inputs = torch.linspace(-1, 1, 64) * torch.logspace(-2, 2, 64)
+    bits = _to_8_bits(torch.stack([inputs, torch.zeros(64)])).float()
+    steps = inputs.view(2, 32).abs().amax(1) / 127
+    off = (bits[0] - inputs).view(2, 32).abs()
+    assert (
+        bool((off <= steps[:, None] * 0.501 + inputs.view(2, 32).abs() * 2.0**-8).all()) and float(off.max() / steps[1]) > 0.3 and not bits[1].any()
+    )
 
 
 def test_what_torch_multiplies_never_passes_for_blocks() -> None:
@@ -109,6 +116,11 @@ def test_a_model_in_4_bits_keeps_the_contract(folder, dtype: str) -> None:
     check_scores(model, recompute(model), np.random.default_rng(3), 300, 0.25)
 
 
+def test_the_reference_target_passes_in_float32() -> None:
+    """Its inputs are rounded there, too: what is off by a little may be off by a unit then."""
+    assert outrider.load(None, [], quantise="int4", dtype="float32", compile="off", profile="off", rows=1).engine.target.spec.dtype == "float32"
+
+
 def test_a_target_in_4_bits_writes_nearly_the_same(folder) -> None:
     whole, less = [outrider.load(folder, [], compile="off", profile="off", rows=1, quantise=q) for q in (None, "int4")]
     text = whole.tokenizer.encode("the quick brown fox")
@@ -121,11 +133,13 @@ def test_its_own_copy_in_4_bits_drafts_and_leaves_the_text_alone(folder) -> None
     plain = outrider.load(folder, [], compile="off", profile="off", rows=1)
     rt = outrider.load(folder, ["quantised:int4"], depth=4, compile="off", profile="off", rows=1)
     assert layers(rt.engine.drafters["quantised"].model.module, FourBits) and layers(rt.engine.target.module, nn.Linear)
+    accepted = drafted = 0
     for temperature in (0.0, 1.0):
-        how = {"max_tokens": 40, "temperature": temperature, "seed": 5, "ignore_eos": True}
+        how = {"max_tokens": 80, "temperature": temperature, "seed": 5, "ignore_eos": True}
         found = rt.generate("the quick brown fox", **how)
         assert found.tokens == plain.generate("the quick brown fox", **how).tokens
-        assert found.stats["accepted"] > 0.3 * found.stats["drafted"] > 0
+        accepted, drafted = accepted + found.stats["accepted"], drafted + found.stats["drafted"]
+    assert accepted > 0.3 * drafted > 0, "where a guess by lot were right once in 300 times"
 
 
 def test_a_copy_in_4_bits_drafts_for_a_target_in_8(folder) -> None:

@@ -84,10 +84,10 @@ def speed(
 ) -> dict[str, Any]:  # fmt: skip
     """Rows, a summary by category and contender, and where it was measured. `count`: prompts of each category; `beside`: other processes that
     compute meanwhile; `settings`: of outrider.load, where the CPU's default is bfloat16 and to wait for compiled steps."""
-    names = _known(contenders)
+    where = pick_device(settings.get("device", "auto"))
+    names = _known(contenders, where.type)
     if beside < 0:
         raise OutriderError(f"beside={beside} is no number of processes", "", "0 or more")
-    where = pick_device(settings.get("device", "auto"))
     settings = {"compile": "wait", "dtype": "bfloat16" if where.type == "cpu" else "auto", **settings, "rows": 1, "depth": depth}
     folders = (target or reference.target(), draft or reference.draft())
     write = Writers(names, *folders, settings)
@@ -127,11 +127,15 @@ def _called(folder: Folder) -> str:
     return "reference" if folder is None else Path(folder).name
 
 
-def _known(contenders: tuple[str, ...] | None) -> tuple[str, ...]:
+def _known(contenders: tuple[str, ...] | None, device: str) -> tuple[str, ...]:
+    """Those that are asked for, or all that can be there."""
+    there = [name for name in CONTENDERS if device == "cpu" or "int4" not in name]
     for name in contenders or ():
         if name not in CONTENDERS:
             raise nearest(name, CONTENDERS, "contender")
-    return tuple(name for name in CONTENDERS if contenders is None or name in contenders)
+        if name not in there:
+            raise OutriderError(f"'{name}' cannot be measured here", "weights in 4 bits are multiplied on CPUs alone", "device='cpu', or others")
+    return tuple(name for name in there if contenders is None or name in contenders)
 
 
 class Writers:

@@ -21,13 +21,13 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models import gguf
-from outrider.models.compiled import Compiled, Recipe, worth_freezing
+from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
 from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
 from outrider.models.layers import routed, turning
-from outrider.models.quantised import quantised
+from outrider.models.quantised import FourBits, quantised
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -43,11 +43,12 @@ class MemoryPlan:
     weights: int
     cache: int
     frozen: tuple[str, ...] = ()
+    copy: int | None = None  # one that a package carries; None: as much as the weights
 
     @property
     def packed(self) -> int:
         """Copies of the weights that compiled steps carry."""
-        return self.weights * len(self.frozen)
+        return (self.weights if self.copy is None else self.copy) * len(self.frozen)
 
     @property
     def total(self) -> int:
@@ -176,15 +177,17 @@ def tell_turning(config: Any, name: str, asked: int | None, room: int) -> None:
 
 def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off", quantise: str | None = None) -> MemoryPlan:
     """What loading the model of `folder` will hold, from its headers and config alone. Compiled steps carry copies of
-    the weights as far as they leave three quarters of the memory free. Quantised weights are counted as they are read,
-    whole: they pass through memory."""
+    the weights as far as they leave three quarters of the memory free; of those in 4 bits no more than the head, of which
+    all do. Quantised weights are counted as they are read, whole: they pass through memory."""
     config = load_config(folder).get_text_config()
-    weights = sum(int(np.prod(shape)) for _, shape in tensors(folder).values()) * BYTES[dtype]
+    numbers = sum(int(np.prod(shape)) for _, shape in tensors(folder).values())
+    weights, copy = numbers * BYTES[dtype], {"int8": numbers, "int4": config.vocab_size * config.hidden_size}.get(quantise or "")
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
     free = psutil.virtual_memory().available - weights - cache
-    return MemoryPlan(weights, cache, () if compile == "off" else worth_freezing(weights, max(free, 0)))
+    frozen = SHAPES if quantise == "int4" else worth_freezing(weights if copy is None else copy, max(free, 0))
+    return MemoryPlan(weights, cache, () if compile == "off" else frozen, copy)
 
 
 def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
@@ -288,8 +291,11 @@ def self_check(model: HFModel) -> None:
     """One ragged tree step against recomputation without a cache; OutriderError where they differ.
 
     Two rows (one if there is no more) of different length; one node has a sibling, one a child. A routed model in
-    half precision may be off at a quarter of the places: rounding flips the choice of an expert.
+    half precision may be off at a quarter of the places: rounding flips the choice of an expert. Of weights in 4 bits the
+    inputs are rounded in any dtype.
     """
+    coarse = any(isinstance(part, FourBits) for part in model.module.modules())
+    most = 0.25 if coarse else TOLERANCE.get(model.dtype, 0.25)
     count = min(2, len(model.rows.all))
     texts = [[(7 * i + 3 * r + 1) % model.spec.vocab_size for i in range(5 - 2 * r)] for r in range(count)]
     seqs = [Sequence(Request(f"check-{r}", tuple(t), SamplingParams(), 0, "exact"), list(t)) for r, t in enumerate(texts)]
@@ -309,7 +315,7 @@ def self_check(model: HFModel) -> None:
             want = model.module(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1, : model.spec.vocab_size].float()
             errors.append(float((got - want).abs().max() / want.std().clamp_min(1e-9)))
         spared = len(errors) // 4 if routed(model.module.config) and model.dtype not in TOLERANCE else 0
-        if not sorted(errors)[len(errors) - 1 - spared] < TOLERANCE.get(model.dtype, 0.25):
+        if not sorted(errors)[len(errors) - 1 - spared] < most:
             raise OutriderError(
                 f"{model.spec.name} ({type(model.module).__name__}) fails the load-time check",
                 f"a tree step differs from recomputation by {max(errors):.2g} of the logits' spread",
