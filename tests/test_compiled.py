@@ -20,7 +20,7 @@ from outrider.core.sampling import decided
 from outrider.core.types import MAX_NODES, Draft, Plan, Scores
 from outrider.drafters.lookup import Lookup
 from outrider.models import compiled, package
-from outrider.models.compiled import SHAPES, Compiled, apart, example
+from outrider.models.compiled import DIFFERS, SHAPES, Compiled, apart, example
 from outrider.models.hf import HFModel
 from outrider.models.kv import Block
 from outrider.runtime.engine import Engine
@@ -366,3 +366,23 @@ def test_a_package_with_other_attention_is_not_used(built, folder, builder, monk
     found = Compiled(recipe_of(folder), model.step)
     found.look()
     assert not found.packages and found.reason == "eager:package-differs"
+
+
+def test_what_rounds_its_inputs_is_judged_by_the_whole_of_its_logits() -> None:
+    """The largest of many logits is off by four times as much as they are in the mean. Other logits, other keys and halved ones are too far in any case."""
+    torch.manual_seed(1)
+    logits, noise, keys, table = torch.randn(8, 5000), torch.randn(8, 5000), torch.randn(1, 2, 20, 64), example(1, 8, 1)
+
+    def off(other: torch.Tensor, rounded: bool) -> float:
+        return apart(lambda *_: (logits,), lambda *_: (other,), table, torch.arange(8), [], rounded=rounded)
+
+    def off_in_keys(other: torch.Tensor, rounded: bool) -> float:
+        def writes(what: torch.Tensor):
+            return lambda table, read, rows: (rows[0].copy_(what), ())[1]
+
+        return apart(writes(keys), writes(other), table, torch.arange(8), [keys], rounded=rounded)
+
+    for far, some in ((off, logits + 0.2 * noise), (off_in_keys, keys + 0.3 * torch.randn_like(keys))):
+        assert far(some, False) > DIFFERS > far(some, True) > 0
+        for other in (some.roll(1, -1), some * 0.3):
+            assert far(other, True) > DIFFERS

@@ -23,7 +23,7 @@ from outrider.models.four_bits import four_bits
 from outrider.models.layers import turning
 from outrider.models.microkernel import BLOCK, DEEP, few_rows
 from outrider.models.package import INDEPENDENT, complete
-from outrider.models.quantised import FourBits, QuantisedLinear, house_products
+from outrider.models.quantised import FourBits, QuantisedLinear, house_products, inexact
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
 INSIDE, APART = "aot_inductor.package_constants_in_so", "aot_inductor.package_constants_on_disk_format"
@@ -40,7 +40,7 @@ PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # wa
 def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     """Export and compile one shape of a step, and put it in place when it is whole. What cannot be compiled in one way is tried in the next."""
     fast = _has_kernels(step.module)
-    joins = frozen and not any(isinstance(part, FourBits) for part in step.module.modules())  # Inductor would join them as what torch packs
+    joins = frozen and not inexact(step.module)  # Inductor would join them as what torch packs
     how: dict[str, Any] = {"freezing": frozen, INSIDE: frozen, "cpp.enable_concat_linear": joins}
     ways = (
         [*[STACKED] * (shape in STEPS), *TUNED, {}] if frozen and (fast or shape == "one") else [{}]

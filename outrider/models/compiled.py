@@ -33,6 +33,7 @@ from outrider.models.contention import ALL, contention, fewer
 from outrider.models.files import weight_files
 from outrider.models.kv import slots_for
 from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
+from outrider.models.quantised import inexact
 from outrider.models.step import Prefill, Step
 
 VERSION = 20  # of what is built here: raise it when a package of before must not be used
@@ -54,6 +55,7 @@ FEWER = (16, 8)  # unread tokens that may be worth a forward of their own alread
 BEHIND = 8  # tokens of the text that they are tried on
 COLUMNS = {"any": WIDE, "one": 1, PREFILL: LONG}
 DIFFERS = 0.25  # `apart`: another model, or another attention, is further away
+ROUNDED = 2.0  # times as far a package may be, and in the mean, whose inputs are rounded to 8 bits: of any difference that makes units in deep models
 log = logging.getLogger("outrider")
 
 
@@ -259,7 +261,7 @@ class Compiled:
         eager = Prefill(self.step) if shape == PREFILL else self.step
         package = Package(self._file(shape), self._known(eager), shape in self.recipe.frozen)
         given = self._given(COLUMNS[shape])
-        if not apart(eager, package, *given) <= DIFFERS:
+        if not apart(eager, package, *given, rounded=inexact(self.step.module)) <= DIFFERS:
             self.reason = "eager:package-differs"
             log.warning("a compiled step of %s differs from the eager one: it is not used", self.recipe.folder)
             return
@@ -374,15 +376,17 @@ def start_builder(recipe: Recipe, folder: Path) -> None:
     start(BUILDER, json.dumps(dataclasses.asdict(recipe)), str(folder), folder=folder)
 
 
-def apart(eager: nn.Module, package: Package, table: Tensor, read: Tensor, rows: list[Tensor]) -> float:
-    """How far a package is from the eager step: in logits, over their spread; where it tells none, in a head's key or value of a token, over its
-    length."""
+def apart(eager: nn.Module, package: Package, table: Tensor, read: Tensor, rows: list[Tensor], rounded: bool = False) -> float:
+    """How far a package is from the eager step: in a logit, over their spread; where it tells none, in a head's key or value of a token, over its
+    length. Of one that is `rounded`, in all logits together, and by ROUNDED less."""
     one, other = ([x.clone() for x in rows] for _ in range(2))
     want, got = eager(table, read, one), package(table, read, other)
     if want:
-        return float((want[0].float() - got[0].float()).abs().max() / want[0].float().std().clamp_min(1e-6))
+        off = (want[0].float() - got[0].float()) / want[0].float().std().clamp_min(1e-6)
+        return float(off.square().mean().sqrt()) / ROUNDED if rounded else float(off.abs().max())
     wrote = [(a[0, :, table[0, :, 2]].float(), b[0, :, table[0, :, 2]].float()) for a, b in zip(one, other, strict=True)]
-    return float(torch.stack([((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-6)).max() for a, b in wrote]).max())
+    most = float(torch.stack([((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-6)).max() for a, b in wrote]).max())
+    return most / ROUNDED if rounded else most
 
 
 def example(rows: int, width: int, kinds: int, after: int = 0) -> Tensor:

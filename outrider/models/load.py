@@ -27,7 +27,7 @@ from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
 from outrider.models.layers import routed, turning
-from outrider.models.quantised import FourBits, quantised
+from outrider.models.quantised import inexact, quantised
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -294,8 +294,7 @@ def self_check(model: HFModel) -> None:
     half precision may be off at a quarter of the places: rounding flips the choice of an expert. Of weights in 4 bits the
     inputs are rounded in any dtype.
     """
-    coarse = any(isinstance(part, FourBits) for part in model.module.modules())
-    most = 0.25 if coarse else TOLERANCE.get(model.dtype, 0.25)
+    most = 0.25 if inexact(model.module) else TOLERANCE.get(model.dtype, 0.25)
     count = min(2, len(model.rows.all))
     texts = [[(7 * i + 3 * r + 1) % model.spec.vocab_size for i in range(5 - 2 * r)] for r in range(count)]
     seqs = [Sequence(Request(f"check-{r}", tuple(t), SamplingParams(), 0, "exact"), list(t)) for r, t in enumerate(texts)]

@@ -58,8 +58,8 @@ def _rounded(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 class FourBits(nn.Module):
     """A linear layer in 4 bits: a weight is (number - 8) * scale + zero. blocks uint8 [outputs, inputs / 2] as the house's product reads them, packed the
-    same as torch's does, scales bfloat16 [inputs / 32, outputs, 2] for both; weight: as others read it. What is multiplied is rounded to 8 bits, 32 inputs
-    at a time, by the house's product itself. `built`: a step with that is being built."""
+    same as torch's does, scales bfloat16 [inputs / 32, outputs, 2] for both; weight: as others read it. What is multiplied is rounded, too: by torch to
+    bfloat16, by the house to 8 bits, 32 inputs at a time. `built`: a step with the house's product is being built."""
 
     packed: Tensor
 
@@ -87,7 +87,7 @@ class FourBits(nn.Module):
         if self.built:
             out: Tensor = product(rows, self.blocks, MARK, self.scales)
         else:
-            out = product(_to_8_bits(rows), self.packed, GROUP, self.scales).to(x.dtype)
+            out = product(rows.bfloat16(), self.packed, GROUP, self.scales).to(x.dtype)
         out = out.view(*x.shape[:-1], len(self.blocks))
         return out if self.bias is None else out + self.bias
 
@@ -105,12 +105,9 @@ def house_products(module: nn.Module, on: bool) -> Iterator[None]:
             layer.built = False
 
 
-def _to_8_bits(rows: Tensor) -> Tensor:
-    """As the house's product reads rows, in bfloat16."""
-    groups: Tensor = rows.float().unflatten(-1, (-1, GROUP))
-    scale: Tensor = groups.abs().amax(-1, keepdim=True) / MOST
-    numbers: Tensor = (groups / scale.masked_fill(scale == 0, 1)).round()
-    return (numbers * scale).bfloat16().flatten(-2)
+def inexact(module: nn.Module) -> bool:
+    """Does it round what it multiplies?"""
+    return any(isinstance(part, FourBits) for part in module.modules())
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:
