@@ -54,6 +54,21 @@ def test_a_weight_is_off_by_half_a_unit_of_its_group_at_most(dtype: torch.dtype)
     assert torch.allclose(layer.weight.double(), ((numbers - 8) * scale + zero).flatten(1), rtol=2.0**-8, atol=2.0**-14)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_a_file_in_4_bits_rounded_is_found_again(symmetric: bool) -> None:
+    """Groups of 32 with a scale (as Q4_0 has them), or with a scale and a least (as Q4_K): but for the bits of bfloat16's scales."""
+    torch.manual_seed(4)
+    groups = torch.randn(64, 8, 32)
+    most, low, high = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)), groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale, zero = (most / -8, 0 * low) if symmetric else ((high - low) / 15, low + (high - low) * (8 / 15))
+    stored = ((groups - zero) / scale).round().clamp(-8, 7) * scale + zero
+    linear = nn.Linear(256, 64, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(stored.flatten(1))
+    off = (FourBits(linear).weight - linear.weight).norm() / linear.weight.norm()
+    assert float(off) < 2.0**-8, "a new rounding would be off by 0.05"
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 64), (512, 352)])
 def test_numbers_are_found_again_in_their_blocks(outputs: int, inputs: int) -> None:
     torch.manual_seed(2)

@@ -123,11 +123,22 @@ def _of_blocks(blocks: Tensor) -> Tensor:
 
 
 def _rounded_by_group(whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of float32 as numbers from 0 to 15, and [rows, groups, 2] scales and zeros: those of the largest and the least, then twice the ones that fit
-    the numbers best (least squares), and the numbers anew."""
+    """Rows of float32 as numbers from 0 to 15, and [rows, groups, 2] scales and zeros: of each group the better of two ways, by its largest and its
+    least, or by the larger of them alone and no zero, as Q4_0 does, whose numbers are found again."""
     groups = whole.unflatten(1, (-1, GROUP))
-    low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
-    scale, zero = (high - low) / 15, low + (high - low) * (8 / 15)
+    low, high = groups.amin(-1), groups.amax(-1)
+    between, alone = (
+        _fitted(groups, (high - low) / 15, low + (high - low) * (8 / 15)),
+        _fitted(groups, torch.where(high > -low, high, low) / -8, 0 * low),
+    )
+    better = between[2] <= alone[2]
+    return torch.where(better[..., None], between[0], alone[0]).flatten(1), torch.where(better[..., None], between[1], alone[1]).bfloat16()
+
+
+def _fitted(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers by a scale and a zero; twice those that fit the numbers best (least squares), and the numbers anew. -> numbers, [..., 2] both, how far the
+    weights are off."""
+    mean = groups.mean(-1)
     for more in (True, True, False):
         scale, zero = scale.bfloat16().float(), zero.bfloat16().float()
         scale[scale == 0] = 1  # a group of equals
@@ -138,7 +149,8 @@ def _rounded_by_group(whole: Tensor) -> tuple[Tensor, Tensor]:
             spread = apart.square().sum(-1)
             scale = torch.where(spread > 0, (apart * groups).sum(-1) / spread, scale)
             zero = mean - scale * middle
-    return (numbers + 8).flatten(1), torch.stack([scale, zero], -1).bfloat16()
+    off = (numbers * scale[..., None] + zero[..., None] - groups).square().sum(-1)
+    return numbers + 8, torch.stack([scale, zero], -1), off
 
 
 def quantised(module: Any, name: str, kind: str) -> Any:
