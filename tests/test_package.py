@@ -140,7 +140,7 @@ def test_a_package_that_was_faster_before_is_not_timed_again(fresh, monkeypatch,
         own.threads = 2
         own.keep()
     monkeypatch.setattr(package.Package, "place", lambda self, *_, **__: placed.append(self.file.stem))
-    monkeypatch.setattr(compiled, "apart", lambda eager, own, *_: compared.append(own.file.stem) or 0.0)
+    monkeypatch.setattr(compiled, "apart", lambda eager, own, *_, **__: compared.append(own.file.stem) or 0.0)
     assert {own.threads for own in fresh().compiled.packages.values()} == {2} and placed == [] and compared == list(SHAPES)
     first.packages["any"].threads, first.placed = 1, -1e9
     first.rest()
