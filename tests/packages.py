@@ -51,6 +51,11 @@ def recipe_of(folder: Path, **changes: object) -> Recipe:
     return Recipe(**{"folder": str(folder), "dtype": DTYPE, "threads": 1, "vocab": VOCAB, **changes})
 
 
+def layers(module: torch.nn.Module, kind: type) -> list[str]:
+    """The names of its parts of a kind."""
+    return [name for name, part in module.named_modules() if type(part) is kind]
+
+
 @pytest.fixture(autouse=True)
 def even(monkeypatch) -> None:
     """All steps take a second: whether a package is used must not hang on a clock here."""

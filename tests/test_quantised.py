@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from contracts import check_scores, recompute
-from packages import recipe_of
+from packages import layers, recipe_of
 from tiny import tiny_folder
 from torch import nn
 
@@ -30,10 +30,6 @@ cache = packages.cache
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("eight") / "target", jitter=0.02)
-
-
-def layers(module: nn.Module, kind: type) -> list[str]:
-    return [name for name, part in module.named_modules() if type(part) is kind]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -139,7 +139,7 @@ class LoadSettings:
     eager ones serve until then), "wait" for them, or "off". strict: the same bits with and without drafting. threads:
     of torch, for the whole process. program: a file of pipelines in the language of docs/ir.md, run for requests of their rules in place of the
     usual ones. quantise: "int8" or "int4" keeps the target's linear weights in integers of 8 or
-    4 bits: steps that fetch a half or a third of bfloat16's bytes, of another target (the same text by them: the drafter "quantised:int4").
+    4 bits: steps that fetch a half or a third of bfloat16's bytes, of another target (the same text by them: the drafter "quantised:int8").
     """
 
     device: str = "auto"

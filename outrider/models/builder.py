@@ -50,7 +50,8 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
     while tries:
         attend, way = tries.pop(0)
         try:
-            note = {"note": failed} if failed and (attend is not attends[0] or not way) else {}
+            slower = attend is not attends[0] or not way or (inexact(step.module) and not _of_the_house(way))  # than it might be
+            note = {"note": failed} if failed and slower else {}
             _compile(step, shape, how | way, draft, attend, note)
             if not complete(draft):  # Inductor leaves some out that it made itself: seen with GPT-2
                 _compile(step, shape, how | way | IN_CODE, draft, attend, note)
@@ -71,11 +72,16 @@ def _has_kernels(module: Any) -> bool:
     return None not in kernels
 
 
+def _of_the_house(way: dict[str, Any]) -> bool:
+    """Are all products of the kernels that Inductor makes, or knows from here?"""
+    return way.get("max_autotune_gemm_backends") == "CPP"
+
+
 def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Callable[..., Any], note: dict[str, str]) -> None:
     """note: what the package says of itself. Raises OutriderError where the model's forward breaks the graph, and whatever Inductor raises."""
     count, width = EXAMPLE[shape]
     rows = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in step.store.rows(0, 1)]
-    inputs, house = (example(count, width, len(step.windows)), torch.arange(max(128, width)), rows), how.get("max_autotune_gemm_backends") == "CPP"
+    inputs, house = (example(count, width, len(step.windows)), torch.arange(max(128, width)), rows), _of_the_house(how)
     try:
         with torch.no_grad(), attending(attend), house_products(step.module, house):
             program = torch.export.export(

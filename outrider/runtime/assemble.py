@@ -103,10 +103,8 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         return Runtime(Engine(model, parts, told, s.rows, s.strict, stages, **made), tokenizer, sizes, s.rule)
     folders = {
         "target": models.locate(target),
-        **{
-            f"{n} {d}" if d.startswith("quantised") else str(n): models.locate(
-                _folder(d, target)
-            )  # the target's own folder says not in how many bits
+        **{  # of a copy, which has the target's own folder, in how many bits it is
+            f"{n} {d}" if d.startswith("quantised") else str(n): models.locate(_folder(d, target))
             for n, d in enumerate(specs)
             if isinstance(d, str) and ":" in d and not d.startswith("early-exit")
         },
