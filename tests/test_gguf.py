@@ -113,6 +113,13 @@ def test_a_file_is_written_once_and_again_where_it_is_another(tmp_path, cache, f
     assert load.locate(file) != other and times == [1, 1, 1], "what is written of a file has changed"
 
 
+def test_how_a_model_in_fewer_bits_becomes_small_again_is_said(tmp_path, cache, folder, caplog):
+    for kind in (KIND.F16, KIND.Q8_0):
+        load.locate(written(folder, tmp_path / f"{kind.name}.gguf", kind))
+    whole, fewer = caplog.messages
+    assert "once: 0.00 GB in float16" in whole and "quantise" not in whole and "once: 0.00 GB in bfloat16; quantise='int4' or 'int8'" in fewer
+
+
 def test_a_folder_that_was_begun_is_not_taken_for_one(tmp_path, cache, folder, monkeypatch):
     file, save = written(folder, tmp_path / "own.gguf"), ours.save_file
 
@@ -226,9 +233,13 @@ def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path, cache, fo
 
 def test_a_model_that_no_memory_holds_is_not_written(tmp_path, cache, folder, monkeypatch):
     file = written(folder, tmp_path / "own.gguf")
-    monkeypatch.setattr(ours.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    refused(lambda: load.locate(file), "own.gguf needs 0.00 GB of memory", "read in float32", "a smaller model")
+    numbers, free = sum(int(t.n_elements) for t in ours.Stored(file).tensors.values()), [0]
+    monkeypatch.setattr(ours.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free[0]}))
+    free[0] = numbers * 5 // 8 - 1
+    refused(lambda: load.locate(file), "own.gguf needs 0.00 GB of memory in float32", "with quantise='int4' 0.00", "a smaller model")
     assert not (cache / "gguf").exists()
+    free[0] += 1
+    assert load.locate(file).is_dir(), "whoever wants it whole is told when it is loaded"
 
 
 def test_the_package_that_reads_them_is_named_where_it_is_not_here(tmp_path, cache, folder, monkeypatch):

@@ -1,7 +1,9 @@
 """A package on disk and in memory: its threads, its weights, and what the clock said of it."""
 
+import io
 import json
 import os
+import zipfile
 from types import SimpleNamespace
 
 import packages
@@ -14,6 +16,7 @@ from test_pages import flags_of, linux
 from outrider.core.types import Draft
 from outrider.models import compiled, package
 from outrider.models.compiled import SHAPES
+from outrider.models.step import Prefill
 
 even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
 serve, served, fresh = packages.serve, packages.served, packages.fresh
@@ -67,11 +70,11 @@ def test_threads_are_chosen_the_way_a_package_runs_in_a_step(served, monkeypatch
         assert ran == [1] * forwards + [2] * forwards, "a text is read once"
 
 
-def test_a_package_asks_the_system_for_the_processor_s_tiles(built, monkeypatch):
+def test_a_package_asks_the_system_for_the_processor_s_tiles(built, served, monkeypatch):
     """By itself: nobody need have multiplied in this process before."""
     asked: list[int] = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(1))
-    package.Package(built / "any.pt2", {}, True)
+    package.Package(built / "any.pt2", package.weights_of(served.step), True)
     assert asked
 
 
@@ -91,6 +94,41 @@ def test_weights_that_are_packed_alike_are_held_once(served, built):
     files = sum((built / f"{shape}.pt2").stat().st_size for shape in SHAPES)
     carried = sum(w.nbytes for shape in SHAPES for w in package._carried(built / f"{shape}.pt2").values())
     assert served.compiled.bytes == files - carried + sum(held.values())
+
+
+def test_packages_carry_no_weights_that_the_model_has(served, built):
+    """A model in 4 bits would lie in each of three: on the disk, and in memory while it is loaded."""
+    for shape, eager in (("any", served.step), ("one", served.step), ("prefill", Prefill(served.step))):
+        known, carried = package.weights_of(eager), package._carried(built / f"{shape}.pt2")
+        asked = served.compiled.packages[shape].loader.get_constant_fqns()
+        assert carried is not None and {*known} & {*asked}, "embedding and norms"
+        assert not {name for name in carried if name in known and torch.equal(carried[name], known[name])}
+
+
+def test_what_a_package_leaves_out_is_the_same_to_the_bit_and_laid_out_alike(tmp_path):
+    file, known = tmp_path / "a.pt2", {"same": torch.ones(3, 4), "other": torch.ones(5), "turned": torch.eye(3), "dtype": torch.ones(2)}
+    parts = {"same": torch.ones(3, 4), "other": torch.ones(5) * 2, "turned": torch.eye(3), "dtype": torch.ones(2).double(), "made": torch.ones(7)}
+    places = {n: [f"weight_{i}", list(w.shape), list(w.stride()[::-1] if n == "turned" else w.stride()), 0] for i, (n, w) in enumerate(parts.items())}
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data/aotinductor/model/weights_config.json", json.dumps(places))
+        archive.writestr("a/data/aotinductor/model/code.so", b"code")
+        for name, weight in parts.items():
+            torch.save(weight, held := io.BytesIO())
+            archive.writestr(f"a/data/weights/{places[name][0]}", held.getvalue())
+    package.leave_out(file, known)
+    left = package._carried(file)
+    assert (
+        left is not None
+        and {*left} == {"other", "turned", "dtype", "made"}
+        and all(torch.equal(left[n], parts[n].T if n == "turned" else parts[n]) for n in left)
+    )
+    with zipfile.ZipFile(file) as archive:
+        assert archive.read("a/data/aotinductor/model/code.so") == b"code" and not [n for n in archive.namelist() if n.endswith("weight_0")]
+    assert [f.name for f in tmp_path.iterdir()] == ["a.pt2"]
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data/aotinductor/model/code.so", b"code")
+    package.leave_out(file, known)
+    assert package._carried(file) is None, "its weights are part of its code"
 
 
 @linux

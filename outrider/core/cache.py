@@ -5,6 +5,8 @@ import contextlib
 import hashlib
 import os
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.core.errors import OutriderError
@@ -65,6 +67,14 @@ def used(folder: Path) -> None:
     """Note that what was built there is in use: what is not is removed one day."""
     with contextlib.suppress(OSError):  # somebody else's
         os.utime(folder)
+
+
+def remove_unused(folders: Iterable[Path]) -> None:
+    """Remove those that nobody has taken up for so long (UNUSED)."""
+    with contextlib.suppress(OSError):  # another process cleans, too
+        for folder in folders:
+            if time.time() - folder.stat().st_mtime > UNUSED:
+                remove(folder)
 
 
 def remove(folder: Path) -> None:

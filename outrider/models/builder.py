@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.core.cache import UNUSED, cache_place, held, remove, step_back
+from outrider.core.cache import cache_place, held, remove_unused, step_back
 from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.models import attention, load, room
@@ -22,7 +21,7 @@ from outrider.models.compiled import BUILDER, LONG, NOT_COMPILED, PREFILL, SHAPE
 from outrider.models.four_bits import four_bits
 from outrider.models.layers import turning
 from outrider.models.microkernel import BLOCK, DEEP, few_rows
-from outrider.models.package import INDEPENDENT, complete
+from outrider.models.package import INDEPENDENT, complete, leave_out, weights_of
 from outrider.models.quantised import FourBits, QuantisedLinear, house_products, inexact
 from outrider.models.step import Prefill, Step, attending, grouped_attention
 
@@ -62,6 +61,7 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
             tries = [t for t in tries if not (isinstance(error, OutriderError) and t[0] is attend)]  # no way helps where the forward breaks the graph
             if not tries:
                 raise
+    leave_out(draft, weights_of(Prefill(step) if shape == PREFILL else step))
     draft.replace(file)
 
 
@@ -161,17 +161,14 @@ def main(spec: str, folder: str) -> None:
     finally:
         for left in (Path(folder, "lock"), *Path(folder).glob(f"*.{os.getpid()}.pt2")):
             left.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another process cleans, too
-        _clean(Path(folder))
+    _clean(Path(folder))
 
 
 def _clean(folder: Path) -> None:
-    """Remove the packages beside these that nobody has taken up for so long (UNUSED): they carry a model's weights."""
+    """Remove the packages beside these that nobody takes up: they carry a model's weights."""
     if folder.parent != cache_place() / "steps":
         return
-    for other in folder.parent.iterdir():
-        if other != folder and other.is_dir() and time.time() - other.stat().st_mtime > UNUSED and not held(BUILDER, other):
-            remove(other)
+    remove_unused(other for other in folder.parent.iterdir() if other != folder and other.is_dir() and not held(BUILDER, other))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from outrider.core.types import MAX_NODES
 from outrider.models.contention import ALL, contention, fewer
 from outrider.models.files import weight_files
 from outrider.models.kv import slots_for
-from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each
+from outrider.models.package import MANY, WIDE, Package, another, seconds_of_each, weights_of
 from outrider.models.quantised import inexact
 from outrider.models.step import Prefill, Step
 
@@ -251,8 +251,7 @@ class Compiled:
 
     def _known(self, eager: nn.Module) -> dict[str, Tensor]:
         """Weights that are in memory already, by the names that they have in what was built: the model's own, and those of packages."""
-        own = [*eager.named_parameters(remove_duplicate=False), *eager.named_buffers(remove_duplicate=False)]
-        return {n: w.detach() for n, w in own} | {n: w for package in self.packages.values() for n, w in package.weights.items()}
+        return weights_of(eager) | {n: w for package in self.packages.values() for n, w in package.weights.items()}
 
     @torch.inference_mode()
     def _admit(self, shape: str) -> None:

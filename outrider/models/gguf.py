@@ -5,7 +5,6 @@ model that is not known here, it is refused: another model's text would be the w
 Source: the tables of names and the order of rotary dims, gguf-py and llama.cpp's convert_hf_to_gguf.py.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider.core.cache import UNUSED, cache_folder, contents, remove, used
+from outrider.core.cache import cache_folder, contents, remove_unused, used
 from outrider.core.errors import OutriderError
 from outrider.models import gguf_tokenizer
 from outrider.models.files import INDEX
@@ -48,6 +47,7 @@ KNOWN = {
 }  # fmt: skip
 NEWS = {"attention.causal"}  # keys that say most where they say no
 LISTS = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}  # long, and the tokenizer's alone
+LEAST = 5 / 8  # bytes of memory that a weight takes in any case
 PART = re.compile(r"-\d{5}-of-\d{5}$")
 ELSEWHERE = "the same model's folder or hub id with *.safetensors"
 log = logging.getLogger("outrider")
@@ -110,6 +110,7 @@ class Stored:
         except Exception as bad:  # whatever numbers that are none lead to
             raise OutriderError(f"{file} is damaged, or no GGUF file", f"{type(bad).__name__}: {bad}", "copying or downloading it again") from bad
         kinds = {t.tensor_type.name for t in self.tensors.values() if len(t.shape) > 1}  # norms are float32 in every file
+        self.fewer = bool(kinds - WHOLE.keys())
         self.dtype = reduce(torch.promote_types, map(WHOLE.__getitem__, kinds)) if kinds and kinds <= WHOLE.keys() else torch.bfloat16
 
     def _named(self, name: str) -> str | None:
@@ -188,7 +189,8 @@ def _written(held: Stored, place: Path) -> None:
     """Write it beside, and put it in place when it is whole."""
     size = sum(int(t.n_elements) for t in held.tensors.values()) * held.dtype.itemsize
     _refuse_too_large(held, place, size)
-    log.warning("%s is written as %s, once: %.2f GB in %s", held.file.name, place, size / 1e9, str(held.dtype)[6:])
+    advice = "; quantise='int4' or 'int8' makes it small in memory again" if held.fewer else ""
+    log.warning("%s is written as %s, once: %.2f GB in %s%s", held.file.name, place, size / 1e9, str(held.dtype)[6:], advice)
     draft = place.with_name(f".{os.getpid()}-{time.monotonic_ns()}")
     try:
         _clean(place.parent)
@@ -207,9 +209,11 @@ def _written(held: Stored, place: Path) -> None:
 
 def _refuse_too_large(held: Stored, place: Path, size: int) -> None:
     """Refuse what would be written for nothing."""
-    needs, kind = f"{held.file.name} needs {size / 1e9:.2f} GB", str(held.dtype)[6:]
-    if size > (free := psutil.virtual_memory().available):
-        raise OutriderError(f"{needs} of memory, and {free / 1e9:.2f} GB are free", f"its weights are read in {kind}", "a smaller model")
+    least, kind = LEAST * size / held.dtype.itemsize, str(held.dtype)[6:]
+    needs = f"{held.file.name} needs {size / 1e9:.2f} GB"
+    if least > (free := psutil.virtual_memory().available):
+        why = f"with quantise='int4' {least / 1e9:.2f}, and {free / 1e9:.2f} GB are free"
+        raise OutriderError(f"{needs} of memory in {kind}", why, "a smaller model")
     if size > (free := shutil.disk_usage(cache_folder()).free):
         remedy = f"OUTRIDER_CACHE=FOLDER on a larger disk, or {ELSEWHERE}"
         raise OutriderError(f"{needs} on disk, and {free / 1e9:.2f} GB are free", f"it is written as {place}, in {kind}", remedy)
@@ -220,10 +224,7 @@ def _clean(own: Path) -> None:
     for draft in own.glob(".*"):
         if (process := draft.name[1:].partition("-")[0]).isdecimal() and not psutil.pid_exists(int(process)):
             shutil.rmtree(draft, ignore_errors=True)
-    with contextlib.suppress(OSError):  # another process cleans, too
-        for other in own.parent.glob("*/[!.]*"):
-            if time.time() - other.stat().st_mtime > UNUSED:
-                remove(other)
+    remove_unused(own.parent.glob("*/[!.]*"))
 
 
 def _write(held: Stored, folder: Path, size: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
 from outrider.models.layers import routed, turning
-from outrider.models.quantised import inexact, quantised
+from outrider.models.mapped import Mapped
+from outrider.models.quantised import inexact, kept_bytes, quantised, step_bytes
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}  # as headers say it
 ATTENTION = {"full_attention", "sliding_attention"}
 log = logging.getLogger("outrider")
 TOLERANCE = {torch.float32: 0.02, torch.float64: 0.001}  # of the logits' spread; 0.25 for half precision
@@ -178,10 +181,13 @@ def tell_turning(config: Any, name: str, asked: int | None, room: int) -> None:
 def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off", quantise: str | None = None) -> MemoryPlan:
     """What loading the model of `folder` will hold, from its headers and config alone. Compiled steps carry copies of
     the weights as far as they leave three quarters of the memory free; of those in 4 bits no more than the head, of which
-    all do. Quantised weights are counted as they are read, whole: they pass through memory."""
-    config = load_config(folder).get_text_config()
-    numbers = sum(int(np.prod(shape)) for _, shape in tensors(folder).values())
+    all do. Quantised weights count as what steps read of them, but whole where they pass through memory so: where the
+    folder has them in another dtype."""
+    whole, given = load_config(folder), tensors(folder)
+    config, numbers = whole.get_text_config(), sum(int(np.prod(shape)) for _, shape in given.values())
     weights, copy = numbers * BYTES[dtype], {"int8": numbers, "int4": config.vocab_size * config.hidden_size}.get(quantise or "")
+    if quantise and {kind for kind, shape in given.values() if len(shape) > 1} == {STORED[dtype]}:
+        weights = min(weights, _quantised_bytes(whole, quantise, BYTES[dtype]))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
@@ -190,13 +196,22 @@ def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str 
     return MemoryPlan(weights, cache, () if compile == "off" else frozen, copy)
 
 
+def _quantised_bytes(config: Any, kind: str, each: int) -> int:
+    """By the module without its weights. What cannot be built is refused when it is loaded, with what is wrong."""
+    try:
+        with torch.device("meta"), quiet():
+            return step_bytes(AutoModelForCausalLM.from_config(config), kind, each)
+    except Exception:
+        return sys.maxsize
+
+
 def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if plan.total > free:
         raise OutriderError(
             f"{name} needs {plan.total / 1e9:.2f} GB and {device} has {free / 1e9:.2f} GB free",
             f"weights {plan.weights / 1e9:.2f}, cache {plan.cache / 1e9:.2f}, packed copies {plan.packed / 1e9:.2f} GB",
-            "fewer rows, a smaller context, dtype='bfloat16' or a smaller model",
+            "fewer rows, a smaller context, dtype='bfloat16', quantise='int4' or a smaller model",
         )
 
 
@@ -254,7 +269,7 @@ def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
     module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
-    return quantised(module, folder.name, quantise) if quantise else module
+    return quantised(module, folder.name, quantise, Mapped(folder, quantise, dtype, kept_bytes(module, quantise))) if quantise else module
 
 
 def wrap(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.core import processor
 from outrider.models import pages
@@ -45,8 +45,9 @@ class Package:
         self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
         self.threads = torch.get_num_threads()
         carried = _carried(file) if frozen else {}
-        borrowed = {} if frozen else {n: known[n] for n in self.loader.get_constant_fqns()}
-        found = borrowed | {n: _same(w, known.get(n)) for n, w in carried.items()}
+        asked = [] if carried is None else self.loader.get_constant_fqns()
+        carried = carried or {}
+        found = {n: known[n] for n in asked if n not in carried} | {n: _same(w, known.get(n)) for n, w in carried.items()}
         self.weights = found | pages.together({n: w for n, w in found.items() if w is not known.get(n)})
         if self.weights:  # else they are part of its code
             self.loader.load_constants(self.weights, False, True, True)
@@ -124,18 +125,36 @@ def seconds_of_each(calls: ListOf[Callable[[], object]], patience: float = 0.06,
     return [sorted(taken)[len(taken) // 4] for taken in times]
 
 
-def _carried(file: Path) -> dict[str, Tensor]:
-    """The weights that lie in a package beside its code, by name; where they are part of the code, none."""
+def weights_of(step: nn.Module) -> dict[str, Tensor]:
+    """Those of a model, by the names that they have in what is built of it."""
+    own = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
+    return {name: weight.detach() for name, weight in own}
+
+
+def _places(archive: zipfile.ZipFile) -> tuple[str, dict[str, Any]]:
+    """What says where the weights beside the code lie, and by name: the file, shape, stride and offset of each. Nothing where they are part of the code."""
+    told = next((name for name in archive.namelist() if name.endswith("weights_config.json")), "")
+    return told, json.loads(archive.read(told)) if told else {}
+
+
+def _part(archive: zipfile.ZipFile, told: str, part: str) -> Tensor:
+    found: Tensor = torch.load(io.BytesIO(archive.read(_beside_code(told, part))), weights_only=True)
+    return found
+
+
+def _beside_code(told: str, part: str) -> str:
+    return f"{told.partition('/')[0]}/data/weights/{part}"
+
+
+def _carried(file: Path) -> dict[str, Tensor] | None:
+    """The weights that lie in a package beside its code, by name; None where they are part of the code."""
     try:
         with zipfile.ZipFile(file) as archive:
-            config = next((n for n in archive.namelist() if n.endswith("weights_config.json")), None)
-            if config is None:
-                return {}
-            places, folder = json.loads(archive.read(config)), config.partition("/")[0] + "/data/weights/"
-            whole = {part: torch.load(io.BytesIO(archive.read(folder + part)), weights_only=True) for part in {place[0] for place in places.values()}}
+            told, places = _places(archive)
+            whole = {part: _part(archive, told, part) for part in {place[0] for place in places.values()}}
     except Exception as broken:  # zip, JSON, pickle and torch each have errors of their own
         raise OSError(f"its weights cannot be read ({broken})") from broken
-    return {name: whole[part].as_strided(shape, stride, offset) for name, (part, shape, stride, offset) in places.items()}
+    return {name: whole[part].as_strided(shape, stride, offset) for name, (part, shape, stride, offset) in places.items()} if told else None
 
 
 def complete(file: Path) -> bool:
@@ -148,8 +167,29 @@ def complete(file: Path) -> bool:
     return True
 
 
+def leave_out(file: Path, known: dict[str, Tensor]) -> None:
+    """Take from a package the weights that the model has, by their names: there they are read."""
+    draft = file.with_name(f"less-{file.name}")
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(draft, "w") as less:
+        told, places = _places(archive)
+        kept = {
+            name: place
+            for name, place in places.items()
+            if name not in known or not _alike(_part(archive, told, place[0]).as_strided(*place[1:]), known[name])
+        }
+        gone = {_beside_code(told, place[0]) for place in places.values()} - {_beside_code(told, place[0]) for place in kept.values()}
+        for item in archive.infolist():
+            if item.filename not in gone:
+                less.writestr(item, json.dumps(kept) if item.filename == told else archive.read(item))
+    draft.replace(file)
+
+
+def _alike(weight: Tensor, other: Tensor) -> bool:
+    """To the bit, and laid out likewise?"""
+    about = [(x.shape, x.stride(), x.dtype) for x in (weight, other)]
+    return about[0] == about[1] and torch.equal(weight, other)
+
+
 def _same(weight: Tensor, known: Tensor | None) -> Tensor:
-    """The known one, if it is the same to the bit."""
-    if known is None or (known.shape, known.stride(), known.dtype) != (weight.shape, weight.stride(), weight.dtype):
-        return weight
-    return known if torch.equal(known, weight) else weight
+    """The known one, if it is the same."""
+    return weight if known is None or not _alike(weight, known) else known

@@ -3,8 +3,9 @@ bits, 32 inputs of a row with a scale and a zero of their own, a third of them. 
 compiled steps (`microkernel`, `four_bits`)."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,14 +25,22 @@ class QuantisedLinear(nn.Module):
     """A linear layer in 8 bits. turned int8 [inputs, outputs], each output's in one piece: what Inductor turns itself when it freezes a step, it does
     not keep beside what it has packed. scale [outputs] in the layer's dtype; weight: as others read it."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    KEPT = READ = 1.0  # bytes a weight on disk, and of a step
+
+    def __init__(self, linear: nn.Linear, held: dict[str, Tensor] | None = None) -> None:
+        """held: what `rounded` made of it before."""
         super().__init__()
-        whole = linear.weight.detach()
-        rounded, scales = torch.empty_like(whole, dtype=torch.int8), torch.empty_like(whole[:, 0])
-        for at in range(0, len(whole), PIECE):
-            rounded[at : at + PIECE], scales[at : at + PIECE] = _rounded(whole[at : at + PIECE].float(), whole.dtype)
-        self.turned, self.scale = (nn.Parameter(x, requires_grad=False) for x in (rounded.t(), scales))
+        held = held or self.rounded(linear)
+        self.turned, self.scale = (nn.Parameter(x, requires_grad=False) for x in (held["rounded"].t(), held["scale"]))
         self.bias = linear.bias
+
+    @staticmethod
+    def rounded(linear: nn.Linear) -> dict[str, Tensor]:
+        whole = linear.weight.detach()
+        rounded, scale = torch.empty_like(whole, dtype=torch.int8), torch.empty_like(whole[:, 0])
+        for at in range(0, len(whole), PIECE):
+            rounded[at : at + PIECE], scale[at : at + PIECE] = _rounded(whole[at : at + PIECE].float(), whole.dtype)
+        return {"rounded": rounded, "scale": scale}
 
     @property
     def weight(self) -> Tensor:
@@ -62,16 +71,24 @@ class FourBits(nn.Module):
     bfloat16, by the house to 8 bits, 32 inputs at a time. `built`: a step with the house's product is being built."""
 
     packed: Tensor
+    KEPT, READ = 9 / 8, 5 / 8  # packed is for eager steps alone
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, held: dict[str, Tensor] | None = None) -> None:
+        """held: what `rounded` made of it before."""
         super().__init__()
+        held = held or self.rounded(linear)
+        self.blocks, self.scales = (nn.Parameter(held[name], requires_grad=False) for name in ("blocks", "scales"))
+        self.register_buffer("packed", held["packed"], persistent=False)
+        self.bias, self.dtype, self.built = linear.bias, linear.weight.dtype, False
+
+    @staticmethod
+    def rounded(linear: nn.Linear) -> dict[str, Tensor]:
         whole = linear.weight.detach()
         numbers, scales = torch.empty_like(whole, dtype=torch.uint8), whole.new_empty(len(whole), whole.shape[1] // GROUP, 2, dtype=torch.bfloat16)
         for at in range(0, len(whole), PIECE):
             numbers[at : at + PIECE], scales[at : at + PIECE] = _rounded_by_group(whole[at : at + PIECE].float())
-        self.blocks, self.scales = (nn.Parameter(x, requires_grad=False) for x in (_in_blocks(numbers), scales.transpose(0, 1).contiguous()))
-        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1), persistent=False)
-        self.bias, self.dtype, self.built = linear.bias, whole.dtype, False
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
+        return {"blocks": _in_blocks(numbers), "scales": scales.transpose(0, 1).contiguous(), "packed": packed}
 
     @property
     def weight(self) -> Tensor:
@@ -153,17 +170,43 @@ def _fitted(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor
     return numbers + 8, torch.stack([scale, zero], -1), off
 
 
-def quantised(module: Any, name: str, kind: str) -> Any:
-    """The module with its linear layers in 8 or 4 bits, in place and one after the other. The head is of 8 bits in any case, and so is what does not divide
-    into blocks of 4 bits; embeddings, layers of other than multiples of 32 inputs and what else holds weights stay whole, which is said where it is most
-    of the model."""
-    sizes = {n: m.weight.numel() for n, m in module.named_modules() if type(m) is nn.Linear and m.in_features % EVEN == 0}
-    share = sum(sizes.values()) / max(sum(p.numel() for p in module.parameters()), 1)
+Layer = type[QuantisedLinear] | type[FourBits]
+Keeper = Callable[[str, Callable[[], dict[str, Tensor]]], dict[str, Tensor]]  # a layer's integers, by its name and what makes them
+
+
+def layers_of(module: Any, kind: str) -> dict[str, Layer]:
+    """What each linear layer becomes, by its name. The head is of 8 bits in any case, and so is what does not divide into blocks of 4 bits; layers of other
+    than multiples of 32 inputs stay whole."""
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    for path in sizes:
+    return {
+        name: FourBits if kind == "int4" and layer is not head and layer.out_features % BLOCK == 0 else QuantisedLinear
+        for name, layer in module.named_modules()
+        if type(layer) is nn.Linear and layer.in_features % EVEN == 0
+    }
+
+
+def kept_bytes(module: Any, kind: str) -> int:
+    """Of the integers of all layers."""
+    return sum(int(module.get_submodule(name).weight.numel() * made.KEPT) for name, made in layers_of(module, kind).items())
+
+
+def step_bytes(module: Any, kind: str, each: int) -> int:
+    """Of all weights, when the module is quantised, as compiled steps read them, and of the embedding; each number that stays whole has `each`. Needs
+    no weights."""
+    layers = {module.get_submodule(name): made for name, made in layers_of(module, kind).items()}
+    whole = {p for part in module.modules() for n, p in part.named_parameters(recurse=False) if part not in layers or n != "weight"}
+    less: int = sum(int(part.weight.numel() * made.READ) for part, made in layers.items())
+    return less + each * sum([int(p.numel()) for p in whole])
+
+
+def quantised(module: Any, name: str, kind: str, keep: Keeper | None = None) -> Any:
+    """The module with its linear layers in 8 or 4 bits, in place and one after the other, their integers made anew or as they are kept. Embeddings and what
+    else holds weights stay whole, which is said where it is most of the model."""
+    layers, numbers = layers_of(module, kind), sum(p.numel() for p in module.parameters())
+    share = sum(module.get_submodule(path).weight.numel() for path in layers) / max(numbers, 1)
+    for path, made in layers.items():
         layer = module.get_submodule(path)
-        four = kind == "int4" and layer is not head and layer.out_features % BLOCK == 0
-        module.set_submodule(path, FourBits(layer) if four else QuantisedLinear(layer))
+        module.set_submodule(path, made(layer, keep(path, functools.partial(made.rounded, layer)) if keep else None))
     if share < 0.5:
         log.warning("of the weights of %s no more than %d%% lie in linear layers and are quantised; the others stay whole", name, 100 * share)
     return module

@@ -104,7 +104,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     folders = {
         "target": models.locate(target),
         **{  # of a copy, which has the target's own folder, in how many bits it is
-            f"{n} {d}" if d.startswith("quantised") else str(n): models.locate(_folder(d, target))
+            f"{n} {d}" if d.startswith("quantised") else str(n): models.locate(_source(d, target)[0])
             for n, d in enumerate(specs)
             if isinstance(d, str) and ":" in d and not d.startswith("early-exit")
         },
@@ -172,7 +172,7 @@ def _wait(made: list[Any], strict: bool) -> None:
 
 def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
     """The dtype of target and drafts. auto, on a CPU: the target's own where its steps will be compiled with the house's kernels, for half the bytes
-    are read; else what torch multiplies fastest here, that or float32, which is never less exact; measured once and kept."""
+    are read, and where its weights become integers, for it need not be whole in memory then; else what torch multiplies fastest here, that or float32, which is never less exact; measured once and kept."""
     if s.dtype != "auto" or models.pick_device(s.device).type != "cpu":
         return s.dtype
     folder = models.locate(target)
@@ -181,6 +181,8 @@ def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
     own = str(config.dtype or "float32").removeprefix("torch.")
     if own not in ("bfloat16", "float16"):
         return "float32"
+    if s.quantise and own == "bfloat16":
+        return own
     if s.compile != "off" and has_kernels(getattr(torch, own)) and has_compiler():
         plan = models.memory_plan(folder, own, s.rows, models.context_of(config, s.context), s.compile, s.quantise)
         if SHAPES[0] in plan.frozen:
@@ -231,20 +233,21 @@ def _refuse_foreign(drafter: Any) -> None:
 def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter], s: LoadSettings) -> None:
     """Target and drafts must fit together, before the first is read."""
     device, total, room = models.pick_device(s.device), [], 0
-    for path in [target, *(_folder(d, target) for d in specs if isinstance(d, str) and ":" in d and not d.startswith("early-exit"))]:
+    drafts = [_source(d, target) for d in specs if isinstance(d, str) and ":" in d and not d.startswith("early-exit")]
+    for i, (path, bits) in enumerate([(target, s.quantise), *drafts]):
         folder = models.locate(path)
         config = models.load_config(folder)
         models.refuse_unfit(config, folder.name)
         dtype = models.pick_dtype(config, s.dtype, device)
-        room = models.context_of(config, s.context if path == target else room, clip=path != target)
-        total.append(models.memory_plan(folder, dtype, s.rows, room))
+        room = models.context_of(config, s.context if i == 0 else room, clip=i > 0)
+        total.append(models.memory_plan(folder, dtype, s.rows, room, quantise=bits))
     models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
 
 
-def _folder(spec: str, target: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Where a drafter's weights are."""
+def _source(spec: str, target: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """Where a drafter's weights are, and in what they are kept in place of a dtype."""
     kind, _, path = spec.partition(":")
-    return target if kind == "quantised" else path
+    return (target, path) if kind == "quantised" else (path, None)
 
 
 def _drafter(
@@ -262,7 +265,7 @@ def _drafter(
         check(view)
         return make(view, spec, target.spec.vocab_size), None
     label = kind if kind not in taken else f"{kind}-{len(taken) + 1}"
-    source, quantise = (target_name, path) if kind == "quantised" else (path, None)
+    source, quantise = _source(spec, target_name)
     model, own, plan = models.load_model(source, name=label, context=target.spec.context, clip=True, quantise=quantise, **how)
     check_pair(tokenizer, own, target_name, path)
     tell_fewer(model.spec.vocab_size, target.spec.vocab_size, label)

@@ -1,0 +1,207 @@
+"""Integers of quantised layers on disk: rounded once, found again to the bit, and written anew where they are damaged."""
+
+import logging
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import packages
+import pytest
+import torch
+from tiny import tiny_folder
+
+import outrider
+from outrider.core.cache import UNUSED
+from outrider.core.errors import OutriderError
+from outrider.models import load, mapped
+from outrider.models.load import load_module, memory_plan
+from outrider.models.quantised import FourBits, QuantisedLinear, kept_bytes, quantised
+
+cache = packages.cache
+ROUNDED = ("float32", "int4"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", "int8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("mapped") / "target", hidden=64, head=32, rows=320)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """What is rounded, by its class."""
+    found: list[str] = []
+    for kind in (FourBits, QuantisedLinear):
+        real = kind.rounded
+        monkeypatch.setattr(kind, "rounded", staticmethod(lambda linear, kind=kind, real=real: (found.append(kind.__name__), real(linear))[1]))
+    return found
+
+
+def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    one, other = state(a), state(b)
+    return one.keys() == other.keys() and all(
+        torch.equal(w, other[n]) and (w.dtype, w.stride()) == (other[n].dtype, other[n].stride()) for n, w in one.items()
+    )
+
+
+@pytest.mark.parametrize(("dtype", "kind"), ROUNDED)
+def test_a_second_start_rounds_nothing_and_has_the_same_bits(folder, cache, calls, dtype: str, kind: str) -> None:
+    want = quantised(load_module(folder, dtype), "m", kind)
+    calls.clear()
+    first = load_module(folder, dtype, kind)
+    assert len(calls) == 15 and len(list(cache.glob("integers/*/*.safetensors"))) == 15, "seven in each of two layers, and the head"
+    second = load_module(folder, dtype, kind)
+    assert len(calls) == 15 and same(first, want) and same(second, want)
+    text = torch.tensor([[3, 1, 4]])
+    with torch.inference_mode():
+        assert torch.equal(second(input_ids=text).logits, want(input_ids=text).logits)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_integers_lie_where_the_file_is_mapped(folder, cache, kind: str) -> None:
+    """At the first start, too."""
+    module = load_module(folder, "bfloat16", kind)
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    places = [(*(int(x, 16) for x in line[0].split("-")), line[-1]) for line in lines if str(cache) in line[-1]]
+    for layer in module.modules():
+        if isinstance(layer, FourBits | QuantisedLinear):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                assert any(first <= tensor.data_ptr() < last and file.endswith(".safetensors") for first, last, file in places)
+
+
+def test_what_hangs_on_anything_else_lies_elsewhere(folder, cache, tmp_path, monkeypatch) -> None:
+    other = tiny_folder(tmp_path / "other", hidden=64, head=32, rows=320, seed=1)
+    asked = [(folder, "int4", "bfloat16"), (folder, "int8", "bfloat16"), (folder, "int8", "float32"), (other, "int4", "bfloat16")]
+    found = [mapped.place_of(*some) for some in asked]
+    assert [mapped.place_of(*some) for some in asked] == found
+    for owner, name, changed in (
+        (mapped, "VERSION", 1000), (torch, "__version__", "9.9"), (torch.backends.cpu, "get_cpu_capability", lambda: "NEON"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, changed)
+            found.append(mapped.place_of(*asked[0]))
+    assert len(set(found)) == len(found) == 7
+
+
+def test_a_start_that_was_cut_short_is_gone_on_with(folder, cache, calls) -> None:
+    whole = load_module(folder, "bfloat16", "int4")
+    for file in list(cache.glob("integers/*/*mlp*")):
+        file.unlink()
+    calls.clear()
+    assert same(load_module(folder, "bfloat16", "int4"), whole) and calls == ["FourBits"] * 6
+
+
+def test_a_start_that_was_killed_while_it_wrote_leaves_nothing_that_counts(folder, cache, calls, monkeypatch) -> None:
+    def killed(tensors, file):
+        file.write_bytes(b"some of it")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mapped, "save_file", killed)
+        load_module(folder, "bfloat16", "int4")
+    assert not list(cache.glob("integers/*/*.safetensors"))
+    load_module(folder, "bfloat16", "int4")
+    assert len(list(cache.glob("integers/*/*.safetensors"))) == 15
+
+
+def test_a_damaged_file_is_written_anew_and_that_is_said(folder, cache, calls, caplog) -> None:
+    whole = load_module(folder, "bfloat16", "int4")
+    cut, empty, strange = list(cache.glob("integers/*/*up_proj*")) + list(cache.glob("integers/*/lm_head*"))
+    before = cut.read_bytes()
+    for file in (cut, empty, strange):
+        file.unlink()  # what is mapped stays as it was
+    cut.write_bytes(before[:-7])
+    empty.touch()
+    strange.mkdir()
+    calls.clear()
+    with caplog.at_level(logging.WARNING, "outrider"):
+        again = load_module(folder, "bfloat16", "int4")
+    assert same(again, whole) and cut.read_bytes() == before and {*calls} == {"FourBits", "QuantisedLinear"}
+    assert all(f"{file} is damaged" in caplog.text and "anew" in caplog.text for file in (cut, empty))
+    assert "not kept on disk" in caplog.text, "a folder is in the place of a file"
+    strange.rmdir()
+
+
+@pytest.mark.parametrize("why", ["no cache", "full", "full at last"])
+def test_where_nothing_can_be_kept_it_is_said_and_a_model_is_loaded_all_the_same(folder, cache, calls, caplog, monkeypatch, why: str) -> None:
+    want = quantised(load_module(folder, "bfloat16"), "m", "int4")
+    if why == "no cache":
+        monkeypatch.setenv("OUTRIDER_CACHE", "/proc/nowhere")
+    elif why == "full":
+        monkeypatch.setattr(mapped.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    else:
+        monkeypatch.setattr(mapped, "save_file", lambda tensors, file: (file.write_bytes(b"some of it"), _full())[1])
+    calls.clear()
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "outrider"):
+            assert same(load_module(folder, "bfloat16", "int4"), want)
+        assert caplog.text.count("integers of weights are not kept on disk") == 1, "once a load"
+        caplog.clear()
+    assert len(calls) >= 30 and not list(cache.glob("integers/*/*"))
+
+
+def tied_folder(path: Path) -> Path:
+    module = load_module(tiny_folder(path, hidden=64, head=32, rows=320), "float32")
+    module.config.tie_word_embeddings = True
+    module.tie_weights()
+    module.save_pretrained(path)
+    assert "lm_head.weight" not in load.tensors(path)
+    return path
+
+
+def _full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_what_nobody_took_up_for_long_is_removed(folder, cache) -> None:
+    load_module(folder, "bfloat16", "int4")
+    (old,) = (cache / "integers").iterdir()
+    os.utime(old, (0, time.time() - 1.1 * UNUSED))
+    load_module(folder, "bfloat16", "int8")
+    (kept,) = (cache / "integers").iterdir()
+    assert kept != old
+    os.utime(kept, (0, time.time() - 1.1 * UNUSED))
+    load_module(folder, "bfloat16", "int8")
+    load_module(folder, "bfloat16", "int4")
+    assert {kept, old} == {*(cache / "integers").iterdir()}, "taking it up keeps it"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 5)])
+def test_bytes_are_told_before_anything_is_read(folder, cache, tmp_path, kind: str, bits: int, tied: bool) -> None:
+    """Of what a step reads; torch's order of 4 bits lies in the file besides."""
+    if tied:
+        folder = tied_folder(tmp_path / "tied")
+    stored = next(iter(load.tensors(folder).values()))[0]
+    dtype = {text: name for name, text in load.STORED.items()}[stored]
+    module = load_module(folder, dtype, kind)
+    head = kind == "int4" and 320 * 64
+    linear = sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, FourBits | QuantisedLinear)) - head
+    plan = memory_plan(folder, dtype, 2, 100, quantise=kind)
+    whole = sum(p.nbytes for p in module.parameters() if p.dtype not in (torch.int8, torch.uint8) and p.ndim < 3)
+    scales = sum(p.nbytes for n, p in module.named_parameters() if n.endswith("scale"))
+    assert plan.weights == linear * bits // 8 + head + whole - scales
+    assert plan.weights < 0.7 * memory_plan(folder, dtype, 2, 100).weights
+    files = sum(sum(t.nbytes for t in mapped._read(file).values()) for file in cache.glob("integers/*/*"))
+    assert files == kept_bytes(load_module(folder, dtype), kind) + scales
+    assert memory_plan(folder, "float64", 2, 100, quantise=kind).weights == memory_plan(folder, "float64", 2, 100).weights, "whole, on their way"
+
+
+def test_a_model_that_fits_in_4_bits_alone_is_loaded(folder, cache, monkeypatch) -> None:
+    """And a copy of it, which drafts, counts with its own bits."""
+    how = {"compile": "off", "profile": "off", "rows": 1, "context": 64, "dtype": "float32"}
+    room = memory_plan(folder, "float32", 1, 64, quantise="int4").total + 1000
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: SimpleNamespace(available=room))
+    with pytest.raises(OutriderError, match="quantise='int4'"):
+        outrider.load(folder, [], **how)
+    assert outrider.load(folder, [], quantise="int4", **how).generate("the", max_tokens=3, ignore_eos=True).tokens
+    room = memory_plan(folder, "float32", 1, 64).total + 1000
+    with pytest.raises(OutriderError, match="the pipeline needs"):
+        outrider.load(folder, ["quantised:int8"], **how)
+    room += memory_plan(folder, "float32", 1, 64, quantise="int8").total
+    assert outrider.load(folder, ["quantised:int8"], **how)
