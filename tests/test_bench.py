@@ -276,6 +276,22 @@ def test_synthetic_figures_say_so_everywhere(compile, tmp_path):
     assert json.loads((tmp_path / "synthetic-tiny.json").read_text())["label"] in (tmp_path / "synthetic-tiny.md").read_text()
 
 
+@pytest.mark.parametrize("quantise", ["int8", "int4"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_synthetic_weights_in_fewer_bits_leave_nothing_behind(compile, quantise, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    result = synthetic.steps("tiny", (2,), (16,), compile=compile, device="cpu", quantise=quantise, progress=lambda at: None)
+    assert result["weight_bytes"] < 0.75 * synthetic.steps("tiny", (2,), (16,), device="cpu", progress=lambda at: None)["weight_bytes"]
+    assert f"{quantise} and bfloat16 on cpu" in synthetic.table(result) and not [f for f in tmp_path.rglob("*") if f.suffix in (".safetensors", ".pt2")]
+    synthetic.save(result, tmp_path)
+    assert (tmp_path / f"synthetic-tiny-{quantise}.md").is_file()
+    with pytest.raises(OutriderError, match="unknown quantise"):
+        synthetic.steps("tiny", quantise="int5")
+    with pytest.raises(OutriderError, match="on CPUs alone"):
+        monkeypatch.setattr(synthetic.models, "pick_device", lambda name: torch.device("cuda"))
+        synthetic.steps("tiny", quantise="int4")
+
+
 def test_known_shapes_have_the_sizes_of_their_names():
     assert {f.name for f in fields(synthetic.Shape)} == {"hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied"}
     with pytest.raises(OutriderError, match="8b"):

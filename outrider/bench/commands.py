@@ -14,6 +14,7 @@ from outrider.options import (
     Draft,
     DType,
     Out,
+    Quantise,
     Target,
     Threads,
     Tokens,
@@ -95,7 +96,7 @@ def start(out: Out = Path("docs/results")) -> None:
 def synthetic(
     shape: Annotated[str, typer.Option(help="tiny, 100m, 1b or 8b.")] = "1b", alpha: Annotated[float, typer.Option(help="Assumed acceptance rate.")] = 0.7,
     contexts: Annotated[str, typer.Option(help="Used context lengths.")] = "128,2048", dtype: DType = "bfloat16", device: Device = "auto",
-    compile: Annotated[bool, typer.Option(help="Compile its steps first.")] = False, out: Out = Path("docs/results"),
+    compile: Annotated[bool, typer.Option(help="Compile its steps first.")] = False, quantise: Quantise = None, out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """SYNTHETIC: step times of a big shape with random weights, and what an assumed acceptance would make of them."""
     from rich.console import Console
@@ -106,7 +107,9 @@ def synthetic(
         used = tuple(whole(c.strip()) or 0 for c in contexts.split(","))
         if not all(used):
             raise OutriderError(f"contexts={contexts!r} is no list of token counts", "", "128,2048")
-        result = made_up.steps(shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, progress=status.update)
+        result = made_up.steps(
+            shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, quantise=quantise, progress=status.update
+        )
     made_up.save(result, out)
     print(made_up.table(result))
 
@@ -150,8 +153,9 @@ Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender wri
 
 @bench.command("schedule")
 def schedule_(
-    count: Count = 5, max_tokens: Tokens = 256, rounds: Rounds = 3, target: Target = None, draft: Draft = None, device: Device = "auto",
-    dtype: DType = "bfloat16", compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "schedule",
+    count: Count = 5, max_tokens: Tokens = 256, rounds: Rounds = 3, target: Target = None,
+    draft: Annotated[str | None, typer.Option(help="A draft model, or quantised:int8 or quantised:int4: the target's own copy.")] = None,
+    device: Device = "auto", dtype: DType = "bfloat16", compile: Compile = "wait", quantise: Quantise = None, name: Annotated[str, typer.Option(help="Name of the results.")] = "schedule",
     trace: Annotated[Path | None, typer.Option(callback=writable, help="Also keep the recorded trace there.")] = None, out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """The adaptive scheduler against every fixed plan, live and replayed, with others' rules and two oracles."""
@@ -159,7 +163,7 @@ def schedule_(
 
     from outrider.bench import schedule
 
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile}
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"quantise": quantise} if quantise else {})}
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = schedule.schedule(count, max_tokens, rounds, status.update, target=target, draft=draft, trace=trace, **how)
     text = schedule.markdown(result)

@@ -34,7 +34,7 @@ LOOKING, MEAN = "looking", "adaptive, mean"
 ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing else
 FIXED = (2, 4, 8)
 REPLAYED = ("dynamic:{d}", "average:{d}")
-CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2")  # policies whose replays are compared with live runs
+CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2", "quantised:2")  # policies whose replays are compared with live runs
 MEASURED = 10  # prompts after which it is measured again what steps cost: on a machine with neighbours that changes within minutes
 
 
@@ -75,11 +75,12 @@ def schedule(
     count: int = 5, max_tokens: int = 256, rounds: int = 3, progress: Callable[[str], None] = print, *, target: str | None = None,
     draft: str | None = None, trace: Path | None = None, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The live table, and the same policies replayed on a trace recorded with the same runtime."""
+    """The live table, and the same policies replayed on a trace recorded with the same runtime. draft: a model, or a copy of the target in fewer bits
+    (quantised:int8)."""
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
-    folders = (target or reference.target(), draft or reference.draft())
-    plain = outrider.load(folders[0], [], **settings)
-    alone, fast = (outrider.load(folders[0], [*some, f"model:{folders[1]}"], **settings, profile="off") for some in ([], ["lookup"]))
+    target_, guesses = target or reference.target(), draft if draft and draft.startswith("quantised:") else f"model:{draft or reference.draft()}"
+    plain = outrider.load(target_, [], **settings)
+    alone, fast = (outrider.load(target_, [*some, guesses], **settings, profile="off") for some in ([], ["lookup"]))
     tables = fast.keeper.tables  # type: ignore[union-attr]
     asked = prompts.readable(fast, count)
     progress("measuring costs")

@@ -22,14 +22,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.bench.report import provenance, save_as
 from outrider.bench.run import read_bytes
-from outrider.core.config import nearest
+from outrider.core.config import QUANTISED, nearest
 from outrider.core.types import MAX_NODES
 from outrider.measure import cost, machine
 from outrider.models import load as models
+from outrider.models.compiled import SHAPES as PACKAGES
 from outrider.models.compiled import Compiled, Recipe, worth_freezing
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import BUCKET, Block
+from outrider.models.mapped import place_of
+from outrider.models.quantised import quantised
 
 LABEL = "SYNTHETIC: random weights, assumed acceptance"
 ROUNDS = 5  # timed repeats of every width, widths taken in turn
@@ -65,7 +68,7 @@ SHAPES = {
 
 def steps(
     shape: str, widths: tuple[int, ...] = (1, 2, 4, 8, 16), contexts: tuple[int, ...] = (128, 2048, 8192), dtype: str = "bfloat16", *,
-    alpha: float = 0.7, draft_cost: float = 0.05, compile: bool = False, device: str = "auto", progress: Callable[[str], None] = print,
+    alpha: float = 0.7, draft_cost: float = 0.05, compile: bool = False, device: str = "auto", quantise: str | None = None, progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds of a step by width and by tokens already in the cache, the rate at which it reads weights, and the speed-up
     of chains of width - 1 guesses. alpha: the rate at which each is ASSUMED to be accepted; draft_cost: seconds of one
@@ -74,9 +77,12 @@ def steps(
         raise nearest(shape, SHAPES, "shape")
     if dtype not in models.BYTES:
         raise nearest(dtype, models.BYTES, "dtype")
+    if quantise not in (None, *QUANTISED):
+        raise nearest(str(quantise), QUANTISED, "quantise")
     widths, where = tuple(sorted({1, *widths})), models.pick_device(device)
+    models.refuse_bits({quantise}, where)
     progress(f"{LABEL}: building {shape}")
-    model = build(SHAPES[shape], max(contexts) + max(widths), dtype, where, compile)
+    model = build(SHAPES[shape], max(contexts) + max(widths), dtype, where, compile, quantise)
     weights, rows = read_bytes(model.module), []
     memory = machine.bandwidth(where)
     for used in contexts:
@@ -88,12 +94,12 @@ def steps(
             for w, s in seconds.items()
         ]  # fmt: skip
     return {
-        "label": LABEL, "where": provenance(), "shape": shape, "dtype": dtype, "device": str(where), "compile": compile, "weight_bytes": weights,
+        "label": LABEL, "where": provenance(), "shape": shape, "dtype": dtype, "device": str(where), "compile": compile, "quantise": quantise, "weight_bytes": weights,
         "memory_gb_s": memory / 1e9, "assumed_acceptance": alpha, "assumed_draft_cost": draft_cost, "rows": rows,
     }  # fmt: skip
 
 
-def build(shape: Shape, context: int, dtype: str, device: torch.device, compile: bool = False) -> HFModel:
+def build(shape: Shape, context: int, dtype: str, device: torch.device, compile: bool = False, quantise: str | None = None) -> HFModel:
     """The model with one row, refused like any other where it does not fit."""
     config = shape.config(max(context, 256))  # the builder of compiled steps opens 256 tokens
     with torch.device("meta"):
@@ -107,13 +113,14 @@ def build(shape: Shape, context: int, dtype: str, device: torch.device, compile:
     module.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     _fill(module)
     if not compile or device.type != "cpu":
+        module = quantised(module, "synthetic", quantise) if quantise else module
         model = models.wrap(module, "synthetic", "", rows=1, context=context, plan=plan)
         if compile:
             model.compiled = Graphs(model.step)
             model.compiled.wait()
         return model
     with tempfile.TemporaryDirectory() as folder:
-        return _compiled(module, plan, context, Path(folder))
+        return _compiled(module, plan, context, Path(folder), quantise)
 
 
 @torch.no_grad()
@@ -129,21 +136,24 @@ def _fill(module: Any) -> None:
             part.copy_(some[: len(part)])
 
 
-def _compiled(module: Any, plan: models.MemoryPlan, context: int, folder: Path) -> HFModel:
+def _compiled(module: Any, plan: models.MemoryPlan, context: int, folder: Path, quantise: str | None) -> HFModel:
     """The model with its compiled steps, built as a loaded model's are; eager where the builder's copy would not fit."""
-    free, disk = psutil.virtual_memory().available, shutil.disk_usage(folder).free
+    free, disk, dtype = psutil.virtual_memory().available, shutil.disk_usage(folder).free, str(module.dtype).removeprefix("torch.")
     fits = free > 2 * plan.weights and disk > 2 * plan.weights
     if fits:
         module.save_pretrained(folder)
+        module = models.load_module(folder, dtype, quantise) if quantise else module
+    elif quantise:
+        module = quantised(module, "synthetic", quantise)
     model = models.wrap(module, "synthetic", "", rows=1, context=context, plan=plan)
     if not fits:
         model.meter.tier = "eager:too-large-to-build"
         return model
-    frozen = worth_freezing(plan.weights, max(free - plan.weights, 0))
-    dtype = str(module.dtype).removeprefix("torch.")
-    model.compiled = Compiled(Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, frozen), model.step)
+    frozen = PACKAGES if quantise == "int4" else worth_freezing(plan.weights, max(free - plan.weights, 0))
+    model.compiled = Compiled(Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, frozen, quantise), model.step)
     model.compiled.wait()
-    shutil.rmtree(model.compiled.folder)  # loaded by now, and of no use to anyone else
+    for made in (model.compiled.folder, *([place_of(folder, quantise, dtype)] if quantise else [])):
+        shutil.rmtree(made)  # loaded by now, and of no use to anyone else
     return model
 
 
@@ -177,10 +187,14 @@ def _assumed(alpha: float, draft_cost: float, gamma: int, width_cost: float) -> 
     }  # fmt: skip
 
 
+def _bits(result: dict[str, Any]) -> str:
+    return f"{result['quantise']} and {result['dtype']}" if result["quantise"] else str(result["dtype"])
+
+
 def table(result: dict[str, Any]) -> str:
     """The rows as Markdown under the label."""
     lines = [
-        f"**{LABEL}.** Shape {result['shape']}, {result['dtype']} on {result['device']}, {result['weight_bytes'] / 1e9:.2f} GB of weights read a step; "
+        f"**{LABEL}.** Shape {result['shape']}, {_bits(result)} on {result['device']}, {result['weight_bytes'] / 1e9:.2f} GB of weights read a step; "
         f"a sum over memory: {result['memory_gb_s']:.1f} GB/s. Assumed: acceptance {result['assumed_acceptance']}, a guess costs {result['assumed_draft_cost']} of a plain step.",
         "", "| tokens in cache | width | ms a step | to width 1 | GB/s of weights | served by | assumed tokens a step | assumed speed-up | if width were free |",
         "|---" * 9 + "|",
@@ -196,4 +210,5 @@ def table(result: dict[str, Any]) -> str:
 def save(result: dict[str, Any], folder: Path) -> None:
     """synthetic-SHAPE.json and .md below `folder`."""
     where = ", ".join(f"{k} {v}" for k, v in result["where"].items())
-    save_as(folder, f"synthetic-{result['shape']}", json.dumps(result, indent=1), f"{where}\n\n{table(result)}")
+    name = "-".join(["synthetic", result["shape"], *([result["quantise"]] if result["quantise"] else [])])
+    save_as(folder, name, json.dumps(result, indent=1), f"{where}\n\n{table(result)}")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,11 @@ def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
             f"weights {plan.weights / 1e9:.2f}, cache {plan.cache / 1e9:.2f}, packed copies {plan.packed / 1e9:.2f} GB",
             "fewer rows, a smaller context, dtype='bfloat16', quantise='int4' or a smaller model",
         )
+
+
+def refuse_bits(kinds: Collection[str | None], device: torch.device) -> None:
+    if "int4" in kinds and device.type != "cpu":
+        raise OutriderError("weights in 4 bits are multiplied on CPUs alone", "", "int8 in their place, or device='cpu'")
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -212,8 +212,7 @@ def _refuse_unknown(specs: list[str | Drafter]) -> None:
 def _refuse_quantised(specs: list[str | Drafter], s: LoadSettings) -> None:
     if f"quantised:{s.quantise}" in specs:
         raise OutriderError(f"'quantised:{s.quantise}' is the target itself", f"quantise={s.quantise!r} makes it so", "leaving out one of the two")
-    if (s.quantise == "int4" or "quantised:int4" in specs) and models.pick_device(s.device).type != "cpu":
-        raise OutriderError("weights in 4 bits are multiplied on CPUs alone", "", "int8 in their place, or device='cpu'")
+    models.refuse_bits({s.quantise, *[_source(d, "")[1] for d in specs if isinstance(d, str)]}, models.pick_device(s.device))
 
 
 def _refuse_foreign(drafter: Any) -> None:
