@@ -282,7 +282,9 @@ def test_synthetic_weights_in_fewer_bits_leave_nothing_behind(compile, quantise,
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     result = synthetic.steps("tiny", (2,), (16,), compile=compile, device="cpu", quantise=quantise, progress=lambda at: None)
     assert result["weight_bytes"] < 0.75 * synthetic.steps("tiny", (2,), (16,), device="cpu", progress=lambda at: None)["weight_bytes"]
-    assert f"{quantise} and bfloat16 on cpu" in synthetic.table(result) and not [f for f in tmp_path.rglob("*") if f.suffix in (".safetensors", ".pt2")]
+    assert f"{quantise} and bfloat16 on cpu" in synthetic.table(result) and not [
+        f for f in tmp_path.rglob("*") if f.suffix in (".safetensors", ".pt2")
+    ]
     synthetic.save(result, tmp_path)
     assert (tmp_path / f"synthetic-tiny-{quantise}.md").is_file()
     with pytest.raises(OutriderError, match="unknown quantise"):

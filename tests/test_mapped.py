@@ -2,7 +2,9 @@
 
 import logging
 import os
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import torch
 from tiny import tiny_folder
 
 import outrider
-from outrider.core.cache import UNUSED
+from outrider.core.cache import UNUSED, draft_name
 from outrider.core.errors import OutriderError
 from outrider.models import load, mapped
 from outrider.models.load import load_module, memory_plan
@@ -79,13 +81,17 @@ def test_what_hangs_on_anything_else_lies_elsewhere(folder, cache, tmp_path, mon
     asked = [(folder, "int4", "bfloat16"), (folder, "int8", "bfloat16"), (folder, "int8", "float32"), (other, "int4", "bfloat16")]
     found = [mapped.place_of(*some) for some in asked]
     assert [mapped.place_of(*some) for some in asked] == found
+    config = other / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    found.append(mapped.place_of(*asked[-1]))
     for owner, name, changed in (
-        (mapped, "VERSION", 1000), (torch, "__version__", "9.9"), (torch.backends.cpu, "get_cpu_capability", lambda: "NEON"),
+        (mapped, "VERSION", 1000), (torch, "__version__", "9.9"), (mapped.transformers, "__version__", "9.9"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "NEON"),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, changed)
             found.append(mapped.place_of(*asked[0]))
-    assert len(set(found)) == len(found) == 7
+    assert len(set(found)) == len(found) == 9
 
 
 def test_a_start_that_was_cut_short_is_gone_on_with(folder, cache, calls) -> None:
@@ -127,22 +133,95 @@ def test_a_damaged_file_is_written_anew_and_that_is_said(folder, cache, calls, c
     strange.rmdir()
 
 
-@pytest.mark.parametrize("why", ["no cache", "full", "full at last"])
+@pytest.mark.parametrize("why", ["no cache", "full", "full at last", "somebody else's"])
 def test_where_nothing_can_be_kept_it_is_said_and_a_model_is_loaded_all_the_same(folder, cache, calls, caplog, monkeypatch, why: str) -> None:
-    want = quantised(load_module(folder, "bfloat16"), "m", "int4")
+    want, given_back = quantised(load_module(folder, "bfloat16"), "m", "int4"), []
+    monkeypatch.setattr(mapped, "_give_back", lambda: given_back.append(1))
     if why == "no cache":
         monkeypatch.setenv("OUTRIDER_CACHE", "/proc/nowhere")
     elif why == "full":
         monkeypatch.setattr(mapped.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    elif why == "full at last":
+        monkeypatch.setattr(mapped, "save_file", lambda tensors, file: (file.write_bytes(b"some of it"), _failed(28))[1])
     else:
-        monkeypatch.setattr(mapped, "save_file", lambda tensors, file: (file.write_bytes(b"some of it"), _full())[1])
+        monkeypatch.setattr(mapped, "_read", lambda file: _failed(13))
     calls.clear()
     for _ in range(2):
         with caplog.at_level(logging.WARNING, "outrider"):
             assert same(load_module(folder, "bfloat16", "int4"), want)
         assert caplog.text.count("integers of weights are not kept on disk") == 1, "once a load"
         caplog.clear()
-    assert len(calls) >= 30 and not list(cache.glob("integers/*/*"))
+    assert len(calls) == len(given_back) == 30 and not [f for f in cache.glob("integers/*/*") if why != "somebody else's"]
+
+
+def _failed(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+def test_what_is_there_is_read_on_a_full_disk(folder, cache, calls, caplog, monkeypatch) -> None:
+    whole, size = load_module(folder, "bfloat16", "int4"), kept_bytes(load_module(folder, "bfloat16"), "int4")
+    next(cache.glob("integers/*/*up_proj*")).unlink()
+    monkeypatch.setattr(mapped.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    calls.clear()
+    assert same(load_module(folder, "bfloat16", "int4"), whole) and calls == ["FourBits"]
+    assert not mapped.keepable(folder, "int4", "bfloat16", size)
+    monkeypatch.undo()
+    load_module(folder, "bfloat16", "int4")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
+    assert mapped.keepable(folder, "int4", "bfloat16", size)
+
+
+def test_two_who_round_the_same_do_not_meet(folder, cache, caplog) -> None:
+    """Threads of a process, too."""
+    linear = {f"layer.{i}": torch.nn.Linear(256, 512) for i in range(8)}
+
+    def load_them(_: int) -> list[dict[str, torch.Tensor]]:
+        keep = mapped.Mapped(folder, "int4", "float32", 1)
+        return [keep(name, lambda layer=layer: FourBits.rounded(layer)) for name, layer in linear.items()]
+
+    with ThreadPoolExecutor(4) as several, caplog.at_level(logging.WARNING, "outrider"):
+        found = list(several.map(load_them, range(4)))
+    want = [FourBits.rounded(layer) for layer in linear.values()]
+    assert all(torch.equal(some[n], one[n]) for each in found for some, one in zip(each, want, strict=True) for n in one)
+    files = list(cache.glob("integers/*/*"))
+    assert len(files) == 8 and all(file.suffix == ".safetensors" for file in files) and "not kept" not in caplog.text
+    assert len({draft_name() for _ in range(100)}) == 100
+
+
+def test_what_killed_processes_left_is_removed(folder, cache) -> None:
+    load_module(folder, "bfloat16", "int4")
+    (place,) = (cache / "integers").iterdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    theirs, ours = place / f".{gone.pid}-1", place / f".{os.getpid()}-1"
+    theirs.touch(), ours.touch()
+    load_module(folder, "bfloat16", "int4")
+    assert not theirs.exists() and ours.exists()
+
+
+def test_weights_that_lie_otherwise_are_kept_as_any(cache, tmp_path, folder) -> None:
+    for kind, made in (("int8", QuantisedLinear), ("int4", FourBits)):
+        linear = torch.nn.Linear(64, 32)
+        linear.weight = torch.nn.Parameter(torch.randn(64, 32).t())
+        keep = mapped.Mapped(folder, kind, "float32", 10_000)
+        assert same(made(linear, keep("some", lambda made=made, linear=linear: made.rounded(linear))), made(linear))
+
+
+def test_no_weight_is_made_whole_where_a_model_is_loaded(folder, cache, monkeypatch) -> None:
+    monkeypatch.setattr(QuantisedLinear, "weight", property(lambda self: pytest.fail("a head of two gigabytes")))
+    assert load.load_model(folder, quantise="int4", dtype="bfloat16")[0].spec.vocab_size == 300
+
+
+def test_on_a_gpu_a_model_counts_as_whole(folder, monkeypatch) -> None:
+    monkeypatch.setattr(load, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(load, "refuse_too_large", lambda plan, where, name: (_ for _ in ()).throw(OutriderError(str(plan.weights))))
+    for call in (
+        lambda: load.load_model(folder, quantise="int8", dtype="float32"),
+        lambda: outrider.load(folder, [], quantise="int8", dtype="float32"),
+    ):
+        with pytest.raises(OutriderError) as refused:
+            call()
+        assert str(memory_plan(folder, "float32", 1, 64).weights) in str(refused.value)
 
 
 def tied_folder(path: Path) -> Path:
@@ -152,10 +231,6 @@ def tied_folder(path: Path) -> Path:
     module.save_pretrained(path)
     assert "lm_head.weight" not in load.tensors(path)
     return path
-
-
-def _full() -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_what_nobody_took_up_for_long_is_removed(folder, cache) -> None:
@@ -173,7 +248,7 @@ def test_what_nobody_took_up_for_long_is_removed(folder, cache) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 5)])
-def test_bytes_are_told_before_anything_is_read(folder, cache, tmp_path, kind: str, bits: int, tied: bool) -> None:
+def test_bytes_are_told_before_anything_is_read(folder, cache, tmp_path, monkeypatch, kind: str, bits: int, tied: bool) -> None:
     """Of what a step reads; torch's order of 4 bits lies in the file besides."""
     if tied:
         folder = tied_folder(tmp_path / "tied")
@@ -186,6 +261,9 @@ def test_bytes_are_told_before_anything_is_read(folder, cache, tmp_path, kind: s
     whole = sum(p.nbytes for p in module.parameters() if p.dtype not in (torch.int8, torch.uint8) and p.ndim < 3)
     scales = sum(p.nbytes for n, p in module.named_parameters() if n.endswith("scale"))
     assert plan.weights == linear * bits // 8 + head + whole - scales
+    monkeypatch.setattr(load, "keepable", lambda *_: False)
+    more = linear * {8: 0, 5: 4}[bits] // 8
+    assert memory_plan(folder, dtype, 2, 100, quantise=kind).weights == plan.weights + more, "what is not mapped is held"
     assert plan.weights < 0.7 * memory_plan(folder, dtype, 2, 100).weights
     files = sum(sum(t.nbytes for t in mapped._read(file).values()) for file in cache.glob("integers/*/*"))
     assert files == kept_bytes(load_module(folder, dtype), kind) + scales

@@ -277,8 +277,8 @@ def _tiers(rows: list[Row]) -> dict[str, dict[str, int]]:
 
 def read_bytes(module: Any) -> int:
     """Bytes of weights that one step of a module reads: all, but of an embedding that is not also the head only a row."""
-    table, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
-    return sum(int(p.nbytes) for p in module.parameters()) - (0 if table is head else int(table.nbytes))
+    table, head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    return sum(int(p.nbytes) for p in module.parameters()) - (0 if any(table is p for p in head.parameters()) else int(table.nbytes))
 
 
 def roofline(table: list[dict[str, Any]], weights: int, device: torch.device) -> dict[str, float] | None:

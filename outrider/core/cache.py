@@ -69,10 +69,27 @@ def used(folder: Path) -> None:
         os.utime(folder)
 
 
+def draft_name() -> str:
+    """A name, in this process, of what is not whole yet."""
+    return f".{os.getpid()}-{time.monotonic_ns()}"
+
+
+def remove_left(folder: Path) -> None:
+    """Remove what processes that were killed have left there under such names."""
+    import shutil
+
+    import psutil
+
+    for draft in folder.glob(".*"):
+        if (process := draft.name[1:].partition("-")[0]).isdecimal() and not psutil.pid_exists(int(process)):
+            with contextlib.suppress(OSError):  # another process cleans, too
+                shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+
+
 def remove_unused(folders: Iterable[Path]) -> None:
     """Remove those that nobody has taken up for so long (UNUSED)."""
-    with contextlib.suppress(OSError):  # another process cleans, too
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # somebody else's, or gone
             if time.time() - folder.stat().st_mtime > UNUSED:
                 remove(folder)
 

@@ -61,7 +61,8 @@ def build(step: Step, shape: str, frozen: bool, file: Path) -> None:
             tries = [t for t in tries if not (isinstance(error, OutriderError) and t[0] is attend)]  # no way helps where the forward breaks the graph
             if not tries:
                 raise
-    leave_out(draft, weights_of(Prefill(step) if shape == PREFILL else step))
+    with contextlib.suppress(OSError):  # no room for two: then it carries them
+        leave_out(draft, weights_of(Prefill(step) if shape == PREFILL else step))
     draft.replace(file)
 
 

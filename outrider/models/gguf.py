@@ -8,10 +8,8 @@ Source: the tables of names and the order of rotary dims, gguf-py and llama.cpp'
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import time
 from collections import defaultdict
 from functools import reduce
 from pathlib import Path
@@ -24,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider.core.cache import cache_folder, contents, remove_unused, used
+from outrider.core.cache import cache_folder, contents, draft_name, remove_left, remove_unused, used
 from outrider.core.errors import OutriderError
 from outrider.models import gguf_tokenizer
 from outrider.models.files import INDEX
@@ -191,9 +189,10 @@ def _written(held: Stored, place: Path) -> None:
     _refuse_too_large(held, place, size)
     advice = "; quantise='int4' or 'int8' makes it small in memory again" if held.fewer else ""
     log.warning("%s is written as %s, once: %.2f GB in %s%s", held.file.name, place, size / 1e9, str(held.dtype)[6:], advice)
-    draft = place.with_name(f".{os.getpid()}-{time.monotonic_ns()}")
+    draft = place.with_name(draft_name())
     try:
-        _clean(place.parent)
+        remove_left(place.parent)
+        remove_unused(place.parent.parent.glob("*/[!.]*"))
         draft.mkdir(parents=True)
         _write(held, draft, size)
         draft.rename(place)
@@ -217,14 +216,6 @@ def _refuse_too_large(held: Stored, place: Path, size: int) -> None:
     if size > (free := shutil.disk_usage(cache_folder()).free):
         remedy = f"OUTRIDER_CACHE=FOLDER on a larger disk, or {ELSEWHERE}"
         raise OutriderError(f"{needs} on disk, and {free / 1e9:.2f} GB are free", f"it is written as {place}, in {kind}", remedy)
-
-
-def _clean(own: Path) -> None:
-    """Remove what processes that were killed have left here, and folders that nobody has taken up for so long (UNUSED)."""
-    for draft in own.glob(".*"):
-        if (process := draft.name[1:].partition("-")[0]).isdecimal() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(draft, ignore_errors=True)
-    remove_unused(own.parent.glob("*/[!.]*"))
 
 
 def _write(held: Stored, folder: Path, size: int) -> None:

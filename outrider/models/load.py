@@ -29,8 +29,8 @@ from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel
 from outrider.models.kv import slots_for
 from outrider.models.layers import routed, turning
-from outrider.models.mapped import Mapped
-from outrider.models.quantised import inexact, kept_bytes, quantised, step_bytes
+from outrider.models.mapped import Mapped, keepable
+from outrider.models.quantised import held_bytes, inexact, kept_bytes, quantised
 from outrider.models.vocab import fingerprint
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -183,12 +183,12 @@ def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str 
     """What loading the model of `folder` will hold, from its headers and config alone. Compiled steps carry copies of
     the weights as far as they leave three quarters of the memory free; of those in 4 bits no more than the head, of which
     all do. Quantised weights count as what steps read of them, but whole where they pass through memory so: where the
-    folder has them in another dtype."""
+    folder has them in another dtype, and on a GPU (where none is said, and products make them whole)."""
     whole, given = load_config(folder), tensors(folder)
     config, numbers = whole.get_text_config(), sum(int(np.prod(shape)) for _, shape in given.values())
     weights, copy = numbers * BYTES[dtype], {"int8": numbers, "int4": config.vocab_size * config.hidden_size}.get(quantise or "")
     if quantise and {kind for kind, shape in given.values() if len(shape) > 1} == {STORED[dtype]}:
-        weights = min(weights, _quantised_bytes(whole, quantise, BYTES[dtype]))
+        weights = min(weights, _quantised_bytes(folder, whole, quantise, dtype))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
@@ -197,13 +197,14 @@ def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str 
     return MemoryPlan(weights, cache, () if compile == "off" else frozen, copy)
 
 
-def _quantised_bytes(config: Any, kind: str, each: int) -> int:
+def _quantised_bytes(folder: Path, config: Any, kind: str, dtype: str) -> int:
     """By the module without its weights. What cannot be built is refused when it is loaded, with what is wrong."""
     try:
         with torch.device("meta"), quiet():
-            return step_bytes(AutoModelForCausalLM.from_config(config), kind, each)
+            module = AutoModelForCausalLM.from_config(config)
     except Exception:
         return sys.maxsize
+    return held_bytes(module, kind, BYTES[dtype], keepable(folder, kind, dtype, kept_bytes(module, kind)))
 
 
 def refuse_too_large(plan: MemoryPlan, device: torch.device, name: str) -> None:
@@ -245,7 +246,7 @@ def load_model(
     dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context, clip)
     tell_turning(config, name, context, room)
-    plan = memory_plan(folder, dtype, rows, room, compile if where.type == "cpu" else "off", quantise)
+    plan = memory_plan(folder, dtype, rows, room, *((compile, quantise) if where.type == "cpu" else ()))
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
     module = load_module(folder, dtype, quantise)
@@ -287,7 +288,8 @@ def wrap(
     text = module.config.get_text_config()
     refuse_unfit(module.config, name)
     refuse_turning(module.config, context)
-    width = module.get_output_embeddings().weight.shape[0]
+    head = module.get_output_embeddings()
+    width = getattr(head, "out_features", None) or head.weight.shape[0]  # integers are made whole where somebody asks for a weight
     spec = ModelSpec(
         name, vocab, min(width, tokens or width), context, text.num_hidden_layers, plan.weights,
         str(module.device), str(module.dtype).removeprefix("torch."),

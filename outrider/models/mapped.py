@@ -8,17 +8,17 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.core.cache import cache_folder, contents, remove_unused, used
+from outrider.core.cache import cache_folder, contents, draft_name, read_before, remove_left, remove_unused, used
 from outrider.core.errors import OutriderError
 from outrider.models.files import weight_files
 
@@ -28,59 +28,82 @@ log = logging.getLogger("outrider")
 
 
 def place_of(folder: Path, kind: str, dtype: str) -> Path:
-    """Where those of a model's folder lie: a hash of all that they depend on. What torch packs, it packs for a processor. Raises OutriderError where
-    nothing can be kept."""
-    digest = hashlib.blake2b(repr((VERSION, torch.__version__, torch.backends.cpu.get_cpu_capability(), kind, dtype)).encode(), digest_size=12)
-    for file in weight_files(folder):
+    """Where those of a model's folder lie: a hash of all that they depend on. What torch packs, it packs for a processor, and transformers may turn what
+    it loads. Raises OutriderError where nothing can be kept."""
+    about = (VERSION, torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), kind, dtype)
+    digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
+    for file in _files(folder):
         digest.update(contents(file))
     return cache_folder() / "integers" / digest.hexdigest()
+
+
+def keepable(folder: Path, kind: str, dtype: str, size: int) -> bool:
+    """Are all of them, of so many bytes, on disk, or is there room for them? Where only reading the weights would tell, as if none were there."""
+    try:
+        place = place_of(folder, kind, dtype) if all(map(read_before, _files(folder))) else None
+        return SPARE * (size - _size(place)) <= shutil.disk_usage(cache_folder()).free
+    except (OSError, OutriderError):
+        return False
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / "config.json", *weight_files(folder)]
+
+
+def _size(place: Path | None) -> int:
+    return sum(file.stat().st_size for file in place.glob("*.safetensors")) if place else 0
 
 
 class Mapped:
     """The integers of one model. Call it with a layer's name and what rounds it: they are found on disk, or written there and found."""
 
     def __init__(self, folder: Path, kind: str, dtype: str, size: int) -> None:
-        """size: bytes of all of them. Where they cannot be kept every start rounds anew, and holds them; that is said."""
+        """size: bytes of all of them. What cannot be kept is rounded anew at every start, and held; that is said."""
         self.place: Path | None = None
+        self.keeps = True
         try:
             place = place_of(folder, kind, dtype)
             place.mkdir(parents=True, exist_ok=True)
             used(place)
-            missing = size - sum(file.stat().st_size for file in place.glob("*.safetensors"))
+            remove_left(place)
+            remove_unused(place.parent.iterdir())
+            missing, self.place = size - _size(place), place
             if missing > size // 2:
                 log.warning("%s is rounded (%s) and written as %s, once: %.2f GB", folder.name, kind, place, size / 1e9)
             if SPARE * missing > (free := shutil.disk_usage(place).free):
                 raise OSError(f"{missing / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free")
-            remove_unused(place.parent.glob("*"))
-            self.place = place
         except (OSError, OutriderError) as bad:
             self._give_up(bad)
 
     def __call__(self, name: str, rounded: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        if self.place is None:
-            return rounded()
-        file = self.place / f"{name}.safetensors"
-        if file.exists():
+        file = (self.place or Path()) / f"{name}.safetensors"
+        if self.place:
             try:
                 return _read(file)
+            except FileNotFoundError:
+                pass
             except (OSError, SafetensorError) as damaged:
-                log.warning("%s is damaged (%s) and written anew", file, damaged)
+                log.warning("%s is damaged, or cannot be read (%s), and is made anew", file, damaged)
         made = rounded()
-        draft = file.with_suffix(f".{os.getpid()}")
+        made = self._kept(file, made) if self.keeps else made
+        _give_back()
+        return made
+
+    def _kept(self, file: Path, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        draft = file.with_name(draft_name())
         try:
             save_file(made, draft)
-            del made
             draft.replace(file)
-            _give_back()
             return _read(file)
         except (OSError, SafetensorError) as bad:
-            draft.unlink(missing_ok=True)
             self._give_up(bad)
-            return rounded()
+            return made
+        finally:
+            draft.unlink(missing_ok=True)
 
     def _give_up(self, bad: Exception) -> None:
-        self.place = None
-        log.warning("integers of weights are not kept on disk, and rounded anew at every start: %s", str(bad).splitlines()[0])
+        self.keeps = False
+        log.warning("integers of weights are not kept on disk, but held, and rounded anew at every start: %s", str(bad).splitlines()[0])
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -32,12 +32,12 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         held = held or self.rounded(linear)
         self.turned, self.scale = (nn.Parameter(x, requires_grad=False) for x in (held["rounded"].t(), held["scale"]))
-        self.bias = linear.bias
+        self.bias, self.out_features = linear.bias, linear.out_features
 
     @staticmethod
     def rounded(linear: nn.Linear) -> dict[str, Tensor]:
         whole = linear.weight.detach()
-        rounded, scale = torch.empty_like(whole, dtype=torch.int8), torch.empty_like(whole[:, 0])
+        rounded, scale = torch.empty(whole.shape, dtype=torch.int8), torch.empty(len(whole), dtype=whole.dtype)
         for at in range(0, len(whole), PIECE):
             rounded[at : at + PIECE], scale[at : at + PIECE] = _rounded(whole[at : at + PIECE].float(), whole.dtype)
         return {"rounded": rounded, "scale": scale}
@@ -84,7 +84,7 @@ class FourBits(nn.Module):
     @staticmethod
     def rounded(linear: nn.Linear) -> dict[str, Tensor]:
         whole = linear.weight.detach()
-        numbers, scales = torch.empty_like(whole, dtype=torch.uint8), whole.new_empty(len(whole), whole.shape[1] // GROUP, 2, dtype=torch.bfloat16)
+        numbers, scales = torch.empty(whole.shape, dtype=torch.uint8), torch.empty(len(whole), whole.shape[1] // GROUP, 2, dtype=torch.bfloat16)
         for at in range(0, len(whole), PIECE):
             numbers[at : at + PIECE], scales[at : at + PIECE] = _rounded_by_group(whole[at : at + PIECE].float())
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
@@ -190,12 +190,12 @@ def kept_bytes(module: Any, kind: str) -> int:
     return sum(int(module.get_submodule(name).weight.numel() * made.KEPT) for name, made in layers_of(module, kind).items())
 
 
-def step_bytes(module: Any, kind: str, each: int) -> int:
-    """Of all weights, when the module is quantised, as compiled steps read them, and of the embedding; each number that stays whole has `each`. Needs
-    no weights."""
-    layers = {module.get_submodule(name): made for name, made in layers_of(module, kind).items()}
+def held_bytes(module: Any, kind: str, each: int, kept: bool) -> int:
+    """Of all weights, when the module is quantised: as compiled steps read them, and the embedding; of integers that are not kept on disk all. Each number
+    that stays whole has `each`. Needs no weights."""
+    layers = {module.get_submodule(name): made.READ if kept else made.KEPT for name, made in layers_of(module, kind).items()}
     whole = {p for part in module.modules() for n, p in part.named_parameters(recurse=False) if part not in layers or n != "weight"}
-    less: int = sum(int(part.weight.numel() * made.READ) for part, made in layers.items())
+    less: int = sum(int(part.weight.numel() * size) for part, size in layers.items())
     return less + each * sum([int(p.numel()) for p in whole])
 
 

@@ -239,7 +239,7 @@ def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter]
         models.refuse_unfit(config, folder.name)
         dtype = models.pick_dtype(config, s.dtype, device)
         room = models.context_of(config, s.context if i == 0 else room, clip=i > 0)
-        total.append(models.memory_plan(folder, dtype, s.rows, room, quantise=bits))
+        total.append(models.memory_plan(folder, dtype, s.rows, room, quantise=bits if device.type == "cpu" else None))
     models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
 
 
