@@ -54,8 +54,8 @@ class Chunk:
 
 
 class Runtime:
-    """A loaded target with its drafters. Made by `outrider.load`. `memory`: bytes by model, predicted and held (integers that are mapped from disk among these), and the
-    process's resident size when loading was done. Threads may call it as they like: their requests share steps."""
+    """A loaded target with its drafters. Made by `outrider.load`. `memory`: bytes by model, predicted and held (what is mapped from disk among
+    these), and the process's resident size when loading was done. Threads may call it as they like: their requests share steps."""
 
     def __init__(self, engine: Engine, tokenizer: Any, memory: dict[str, Any], rule: str | None = None, keeper: Keeper | None = None) -> None:
         self.engine, self.tokenizer, self.memory, self.rule, self.keeper = engine, tokenizer, memory, rule, keeper
