@@ -276,8 +276,7 @@ def test_synthetic_figures_say_so_everywhere(compile, tmp_path):
     assert json.loads((tmp_path / "synthetic-tiny.json").read_text())["label"] in (tmp_path / "synthetic-tiny.md").read_text()
 
 
-@pytest.mark.parametrize("quantise", ["int8", "int4"])
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("quantise", "compile"), [("int8", False), ("int4", True)])
 def test_synthetic_weights_in_fewer_bits_leave_nothing_behind(compile, quantise, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     result = synthetic.steps("tiny", (2,), (16,), compile=compile, device="cpu", quantise=quantise, progress=lambda at: None)

@@ -47,9 +47,8 @@ def test_a_single_round_says_nothing_of_others():
     assert "| story | lookup:2 | 0.250 | - | - |" in schedule.best_lines(found)
 
 
-@pytest.mark.parametrize("copy", [False, True])
-def test_a_run_tells_of_every_contender_and_who_was_best(copy, tmp_path, monkeypatch):
-    """The whole benchmark on a tiny pair, or a model and its own copy, eagerly: two prompts, two rounds."""
+def test_a_run_tells_of_every_contender_and_who_was_best(tmp_path, monkeypatch):
+    """The whole benchmark on a tiny model and its own copy, eagerly: two prompts, two rounds."""
     monkeypatch.setattr(
         prompts,
         "readable",
@@ -60,9 +59,10 @@ def test_a_run_tells_of_every_contender_and_who_was_best(copy, tmp_path, monkeyp
         schedule.profiler, "sweep", lambda engine, tables, **how: sweep(engine, tables, patience=0.3, repeats=1, sampled=how["sampled"])
     )
     target = tiny_folder(tmp_path / "target")
-    draft = "quantised:int8" if copy else str(tiny_folder(tmp_path / "draft", jitter=0.03))
-    result = schedule.schedule(1, 12, 2, lambda said: None, target=str(target), draft=draft, compile="off", dtype="float32", device="cpu")
-    assert [name for name in result["live"] if name.endswith("+quantised:8" if copy else "+model:8")] and len(result["calibration"]) == 3
+    result = schedule.schedule(1, 12, 2, lambda said: None, target=str(target), draft="quantised:int8", compile="off", dtype="float32", device="cpu")
+    assert "lookup+quantised:8" in result["live"] and len(result["calibration"]) == 3
+    assert [schedule.guessing(draft) for draft in ("quantised:int4", "some/folder")] == ["quantised:int4", "model:some/folder"]
+    assert schedule.guessing(None).startswith("model:")
     assert set(result["live"]) == set(result["rows"][0]) - {"prompt", "category"}
     assert set(result["best"]) == {"story", "code", "all"}
     assert all(row["low"] <= row["apart"] <= row["high"] for row in result["best"].values())

@@ -78,9 +78,8 @@ def schedule(
     """The live table, and the same policies replayed on a trace recorded with the same runtime. draft: a model, or a copy of the target in fewer bits
     (quantised:int8)."""
     settings = {"compile": "wait", "dtype": "bfloat16", **settings, "rows": 1}
-    target_, guesses = target or reference.target(), draft if draft and draft.startswith("quantised:") else f"model:{draft or reference.draft()}"
-    plain = outrider.load(target_, [], **settings)
-    alone, fast = (outrider.load(target_, [*some, guesses], **settings, profile="off") for some in ([], ["lookup"]))
+    plain = outrider.load(target or reference.target(), [], **settings)
+    alone, fast = (outrider.load(target or reference.target(), [*some, guessing(draft)], **settings, profile="off") for some in ([], ["lookup"]))
     tables = fast.keeper.tables  # type: ignore[union-attr]
     asked = prompts.readable(fast, count)
     progress("measuring costs")
@@ -114,6 +113,11 @@ def schedule(
         "calibration": _calibration(taped, rows), "reasons": dict(why), "microseconds": think, "rows": rows,
         "ledger": {"stalls": fast.engine.controller.ledger.stalls, "debts": fast.engine.controller.ledger.debts},  # type: ignore[attr-defined]
     }  # fmt: skip
+
+
+def guessing(draft: str | None) -> str:
+    """The drafter's name: a copy of the target's own, or a draft model's."""
+    return draft if draft and draft.startswith("quantised:") else f"model:{draft or reference.draft()}"
 
 
 def _measure(rt: Runtime, tables: Tables, repeats: int = 7) -> dict[str, Any]:
