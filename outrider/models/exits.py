@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outrider.core.errors import OutriderError
 from outrider.core.sampling import Race
 from outrider.core.types import Draft, On, Outcome, Places, Scores, Sequence
-from outrider.models.hf import Ahead, Behind, Guessed, HFModel, HFView
+from outrider.models.hf import Ahead, Behind, Guessed, HFModel, HFView, shortened
 from outrider.models.kv import Block
 from outrider.models.layers import decoder_layers, with_layers
 from outrider.models.step import Step
@@ -47,8 +47,8 @@ class EarlyExit(HFView):
             raise OutriderError(
                 f"early-exit:{count} is no part of {owner.spec.name}", f"it has {owner.spec.layers} layers", f"1..{owner.spec.layers - 1}"
             )
-        super().__init__(owner, tuple(range(count)))
-        self.owner, self.count = owner, count
+        super().__init__(owner, *shortened(owner, tuple(range(count))), layers=count)
+        self.count = count
         self.tap = Tap(owner_stack(self.module)[count - 1])
         owner_stack(self.module)[count - 1] = self.tap
         rest = with_layers(owner.module, tuple(range(count, owner.spec.layers)))

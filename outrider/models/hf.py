@@ -87,10 +87,10 @@ class HFModel:
         self.module(input_ids=zero, position_ids=zero, attention_mask=masks, past_key_values=self.store.cache, use_cache=True)
 
     def held_bytes(self) -> int:
-        """Bytes of the storages that weights, buffers, cache and compiled steps hold now."""
+        """Bytes of the storages that weights, buffers, its own cache and compiled steps hold now."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         storages: dict[int, int] = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values()) + self.store.bytes + (self.compiled.bytes if self.compiled else 0)
+        return sum(storages.values()) + (self.store.bytes if self.own else 0) + (self.compiled.bytes if self.compiled else 0)
 
     def open(self, seq: Sequence) -> None:
         self.rows.open(seq)
@@ -106,9 +106,8 @@ class HFModel:
         self.rows.drop(seqs)
 
     def begin_at(self, seq: Sequence, tail: int) -> None:
-        """As `Rows` says; a view reads its owner's text as it is."""
-        if self.own:
-            self.rows.begin_at(seq, tail)
+        """As `Rows` says."""
+        self.rows.begin_at(seq, tail)
 
     def prefill(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -321,27 +320,25 @@ class HFModel:
 
     def view(self, layers: tuple[int, ...]) -> "HFView":
         """This model made of `layers` (ascending), final norm and head included, on the same cache."""
-        return HFView(self, layers)
+        return HFView(self, *shortened(self, layers), layers=len(layers))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class HFView(HFModel):
-    """Some layers of a model, as a drafter's model: reads the owner's cache, writes scratch that the owner overwrites."""
+    """A module that keeps a model's keys and values as the model itself does, as a drafter's model: some of its layers, or its weights in fewer bits.
+    Reads the owner's cache, and reads no text into it; what it writes is scratch, which the owner overwrites when it scores."""
 
     own = False
 
-    def __init__(self, owner: HFModel, layers: tuple[int, ...]) -> None:
-        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= owner.spec.layers:
-            raise OutriderError(
-                f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers"
-            )
-        for name in SHARED:
-            setattr(self, name, getattr(owner, name))
-        self.module = with_layers(owner.module, layers)
-        self.step = Step(self.module, owner.store, owner.step.windows, owner.spec.vocab_size)
-        self.spec = replace(owner.spec, name=f"{owner.spec.name}[{layers[0]}..{layers[-1]}]", layers=len(layers), weight_bytes=0)
+    def __init__(self, owner: HFModel, module: Any, name: str, *, layers: int | None = None, weight_bytes: int = 0, tier: str = "eager:view") -> None:
+        """layers: how many it has, if not as many as the owner; weight_bytes: of weights that are its own."""
+        for shared in SHARED:
+            setattr(self, shared, getattr(owner, shared))
+        self.owner, self.module = owner, module.eval()
+        self.step = Step(module, owner.store, owner.step.windows, owner.spec.vocab_size)
+        self.spec = replace(owner.spec, name=name, weight_bytes=weight_bytes, layers=layers or owner.spec.layers)
         self.forwards, self.computed = 0, 0
-        self.compiled, self.queued, self.meter, self.usual = None, None, Meter(tier="eager:view"), Usual()
+        self.compiled, self.queued, self.meter, self.usual = None, None, Meter(tier), Usual()
 
     def open(self, seq: Sequence) -> None:
         """The owner's row serves."""
@@ -349,6 +346,22 @@ class HFView(HFModel):
     def close(self, seq: Sequence) -> None: ...
 
     def commit(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None: ...
+
+    def begin_at(self, seq: Sequence, tail: int) -> None:
+        """A text is read as its owner has it."""
+
+    def prefill(self, seqs: list[Sequence]) -> None:
+        """Text is the owner's to read."""
+        self.owner.prefill(seqs)
+
+
+def shortened(owner: HFModel, layers: tuple[int, ...]) -> tuple[Any, str]:
+    """A model's module with these of its layers alone, and a name for it."""
+    if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= owner.spec.layers:
+        raise OutriderError(
+            f"layers {layers} are no view of {owner.spec.name}", f"it has layers 0..{owner.spec.layers - 1}", "ascending layer numbers"
+        )
+    return with_layers(owner.module, layers), f"{owner.spec.name}[{layers[0]}..{layers[-1]}]"
 
 
 def _picked(out: tuple[Tensor, Tensor], race: Race | None, below: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from outrider.models import gguf
 from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
 from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
-from outrider.models.hf import HFModel
+from outrider.models.hf import HFModel, HFView
 from outrider.models.kv import slots_for
 from outrider.models.layers import routed, turning
 from outrider.models.mapped import Mapped, keepable
@@ -255,9 +255,24 @@ def load_model(
     if check:
         self_check(model)
     if compile != "off":
-        recipe = Recipe(str(folder), dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen, quantise)
-        model.compiled = Graphs(model.step) if where.type == "cuda" else Compiled(recipe, model.step)
+        model.compiled = Graphs(model.step) if where.type == "cuda" else _compiled(model, folder, plan, quantise)
     return model, tokenizer, plan
+
+
+def load_copy(owner: HFModel, path: str | os.PathLike[str], name: str, quantise: str, compile: str = "off") -> tuple[HFView, MemoryPlan]:
+    """The weights of `path`, which are a model's own, in fewer bits, on the cache of that model: what the model has read, the copy need not read.
+    Raises OutriderError as `load_model` does."""
+    folder, dtype = locate(path), owner.spec.dtype
+    plan = memory_plan(folder, dtype, 0, owner.spec.context, compile, quantise)
+    refuse_too_large(plan, owner.device, name)
+    view = HFView(owner, load_module(folder, dtype, quantise), name, weight_bytes=plan.weights, tier="eager:off")
+    if compile != "off":
+        view.compiled = _compiled(view, folder, plan, quantise)
+    return view, plan
+
+
+def _compiled(model: HFModel, folder: Path, plan: MemoryPlan, quantise: str | None) -> Compiled:
+    return Compiled(Recipe(str(folder), model.spec.dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen, quantise), model.step)
 
 
 def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:

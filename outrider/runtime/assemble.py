@@ -22,6 +22,7 @@ from outrider.control.predict import LADDER
 from outrider.control.tables import Tables
 from outrider.core.config import QUANTISED, LoadSettings, load_settings, nearest, whole
 from outrider.core.errors import OutriderError
+from outrider.core.sampling import near
 from outrider.core.sockets import Drafter
 from outrider.core.types import TARGET, Plan
 from outrider.drafters.model import ModelDrafter
@@ -110,7 +111,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         },
     }
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
-    tails = frozenset(name for name, part in parts.items() if hasattr(part, "tail"))
+    tails = frozenset(name for name, part in parts.items() if hasattr(part, "tail") and not _views(part))
     controller = Adaptive(keeper.tables, model.meter.served, s.slowdown_limit, cautious=profiler.PATIENCE > 0, tails=tails)
     engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
     engine.jit.prepare([Plan(), *controller.plans.made.values()], engine.facts[True])
@@ -163,6 +164,11 @@ def _assumed(part: Drafter, target_bytes: int) -> float:
     return 0.05 if model is None else 0.1 + float(model.spec.weight_bytes) / target_bytes
 
 
+def _views(part: Drafter) -> bool:
+    """Does it read no text, for the target has read it?"""
+    return not getattr(getattr(part, "model", None), "own", True)
+
+
 def _wait(made: list[Any], strict: bool) -> None:
     """Until their compiled steps are there; those of different models are built side by side. The first is the target, which is `strict` or not."""
     for i, model in enumerate(made):
@@ -172,7 +178,8 @@ def _wait(made: list[Any], strict: bool) -> None:
 
 def _dtype(target: str | os.PathLike[str], s: LoadSettings) -> str:
     """The dtype of target and drafts. auto, on a CPU: the target's own where its steps will be compiled with the house's kernels, for half the bytes
-    are read, and where its weights become integers, for it need not be whole in memory then; else what torch multiplies fastest here, that or float32, which is never less exact; measured once and kept."""
+    are read, and where its weights become integers, for it need not be whole in memory then; else what torch multiplies fastest here, that or float32,
+    which is never less exact; measured once and kept."""
     if s.dtype != "auto" or models.pick_device(s.device).type != "cpu":
         return s.dtype
     folder = models.locate(target)
@@ -239,7 +246,8 @@ def _refuse_too_large(target: str | os.PathLike[str], specs: list[str | Drafter]
         models.refuse_unfit(config, folder.name)
         dtype = models.pick_dtype(config, s.dtype, device)
         room = models.context_of(config, s.context if i == 0 else room, clip=i > 0)
-        total.append(models.memory_plan(folder, dtype, s.rows, room, quantise=bits if device.type == "cpu" else None))
+        rows = 0 if i and bits and near(str(device)) else s.rows  # a copy has the target's cache
+        total.append(models.memory_plan(folder, dtype, rows, room, quantise=bits if near(str(device)) else None))
     models.refuse_too_large(models.MemoryPlan(sum(p.weights for p in total), sum(p.cache for p in total)), device, "the pipeline")
 
 
@@ -265,6 +273,9 @@ def _drafter(
         return make(view, spec, target.spec.vocab_size), None
     label = kind if kind not in taken else f"{kind}-{len(taken) + 1}"
     source, quantise = _source(spec, target_name)
+    if quantise and near(target.spec.device):  # on a GPU its guesses are read where they are made, which takes a cache of its own
+        less, plan = models.load_copy(target, source, label, quantise, how["compile"])
+        return make(less, label, target.spec.vocab_size), plan
     model, own, plan = models.load_model(source, name=label, context=target.spec.context, clip=True, quantise=quantise, **how)
     check_pair(tokenizer, own, target_name, path)
     tell_fewer(model.spec.vocab_size, target.spec.vocab_size, label)
