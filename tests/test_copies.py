@@ -1,0 +1,176 @@
+"""Copies of a target's weights that draft on its own cache: they read no text, and nothing that they write is left in one.
+
+Most have weights that are far from the target's: what they left behind would be seen.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from contracts import plain, recompute, request, run
+from test_strict import PROMPTS, requests, run_with
+from tiny import tiny_folder
+
+import outrider
+from outrider.control.fixed import Told, fixed
+from outrider.core import tree
+from outrider.core.types import Draft, Plan, Sequence
+from outrider.drafters.lookup import Lookup
+from outrider.drafters.model import ModelDrafter
+from outrider.models import load
+from outrider.models.hf import HFModel, HFView
+from outrider.models.load import load_copy, memory_plan
+from outrider.runtime import assemble
+from outrider.runtime.engine import Engine
+
+CLASSES = ["llama", "gemma3", "mistral", "gpt2", "mixtral"]
+COPY = "copy"
+PLANS = [
+    Plan(((COPY, 3, 1),)), Plan(((COPY, 2, 2),)), Plan(), Plan((("lookup", 3, 1), (COPY, 2, 1))), Plan((("lookup", 4, 1),)),
+    Plan(((COPY, 6, 1),)), Plan(((COPY, 3, 2),), budget=3),
+]  # fmt: skip
+HOW = {"compile": "off", "profile": "off"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("copies") / "m")
+
+
+def made(name: str, rows: int = 3, noise: float = 0.5) -> Engine:
+    """A target with a copy, and with plans in turn."""
+    target, turn = zoo.model(name, label="target", chunk=8), iter(range(10**6))
+    copied = ModelDrafter(HFView(target, zoo.module(name, noise=noise), COPY), COPY)
+    return Engine(target, {"lookup": Lookup(floor=0.0), COPY: copied}, Told(lambda seqs: (PLANS[next(turn) % len(PLANS)], "turn")), rows)
+
+
+def asked(**how: Any) -> list[Any]:
+    return [request([3, 1, 4, 1, 5, 9, 2, 6][:n] * 3, f"c{n}", seed=n, max_tokens=24, **how) for n in (2, 8, 5)]
+
+
+def read_anew(name: str, tokens: list[int]) -> list[torch.Tensor]:
+    """Keys and values of a text [heads, tokens, d], by a model that no copy has touched."""
+    model = zoo.model(name, label="fresh", chunk=8)
+    seq = Sequence(request(tokens, "anew"), list(tokens))
+    model.open(seq)
+    model.prefill([seq])
+    return [x[0, :, : len(tokens) - 1] for x in model.store.rows(model.rows.of(seq).index, 1)]
+
+
+def check_cache(name: str, target: Any, seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        if seq.slots:
+            row = target.rows.of(seq)
+            assert row.base == -1 and row.text == seq.tokens[:-1]
+            for x, want in zip(target.store.rows(row.index, 1), read_anew(name, seq.tokens), strict=True):
+                torch.testing.assert_close(x[0, :, : row.cached], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heat", [{}, {"temperature": 1.0}, {"temperature": 1.0, "rule": "exact"}], ids=["greedy", "coupled", "exact"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_whatever_it_drafts_the_cache_is_the_target_s(name: str, heat: dict[str, Any]) -> None:
+    engine = made(name)
+    target, want = engine.target, plain(zoo.model(name, label="target", chunk=8), asked(**heat))
+    seqs, steps = [engine.submit(one) for one in asked(**heat)], 0
+    while any(seq.finish_reason is None for seq in seqs):
+        engine.step()
+        if (steps := steps + 1) % 3 == 1:
+            check_cache(name, target, seqs)
+    drafted = sum(sum(r.drafted) for seq in seqs for r in seq.records if r.levels.get(COPY))
+    assert drafted > 20
+    if heat.get("rule") != "exact":
+        assert [seq.generated for seq in seqs] == want
+
+
+def test_a_good_one_is_believed_and_a_failed_step_leaves_nothing(monkeypatch) -> None:
+    engine = made("llama", rows=1, noise=0.02)
+    target, want = engine.target, plain(zoo.model("llama", label="target", chunk=8), asked()[:1])[0]
+    seq, score, broken = engine.submit(asked()[0]), target.score, [False]
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if broken[0]:
+            raise RuntimeError("told to")
+        return score(*given, **named)
+
+    monkeypatch.setattr(target, "score", fails)
+    for step in range(100):
+        broken[0] = step % 3 == 1
+        try:
+            engine.step()
+        except RuntimeError:
+            check_cache("llama", target, [seq])
+        if seq.finish_reason:
+            break
+    assert seq.generated == want and sum(r.accepted[0] for r in seq.records if r.levels.get(COPY)) > 5
+
+
+def test_it_reads_no_text_and_forgets_none() -> None:
+    target = zoo.model("llama", label="target", chunk=8)
+    view = HFView(target, zoo.module("llama", noise=0.5), COPY)
+    seq = Sequence(request([3, 1, 4, 1, 5] * 20, "long"), [3, 1, 4, 1, 5] * 20)
+    target.open(seq)
+    view.begin_at(seq, 4)
+    view.prefill([seq])
+    assert (view.computed, target.computed) == (0, 99), "text is the target's to read"
+    assert target.rows.of(seq).text == seq.tokens[:-1]
+    engine = Engine(target, {COPY: ModelDrafter(view, COPY)}, fixed(Plan(((COPY, 2, 1),))), 4)
+    run(engine, [request([5, 4, 3] * 30, "asked", max_tokens=2, drafters=frozenset([COPY]))])
+    assert 0 < view.computed < 8
+
+
+def test_its_logits_are_those_of_its_weights_on_the_target_s_text() -> None:
+    """With the target's own weights: the target's."""
+    target = zoo.model("gemma3", label="target", chunk=8)
+    view, tokens = HFView(target, zoo.module("gemma3"), COPY), [3, 5, 8, 13, 21, 34, 2, 9, 4]
+    seq = Sequence(request(tokens, "one"), list(tokens))
+    target.open(seq)
+    target.prefill([seq])
+    draft = tree.grow(Draft(rows=1), np.array([~0]), np.array([7]), 1)
+    got = view.score([seq], draft, tree.all_places(draft)).logits
+    for row, text in zip(got, (tokens, [*tokens, 7]), strict=True):
+        torch.testing.assert_close(row, recompute(target)(text), atol=1e-3, rtol=1e-3)
+
+
+def test_it_holds_no_cache_and_none_is_planned_for_it(folder, monkeypatch) -> None:
+    target, _, whole = load.load_model(folder, rows=8, dtype="float32")
+    copied, plan = load_copy(target, folder, COPY, "int8")
+    assert plan.cache == 0 < whole.cache and plan.weights == copied.spec.weight_bytes > 0
+    assert copied.held_bytes() < target.held_bytes() - target.store.bytes
+    room = whole.total + memory_plan(folder, "float32", 0, 256, quantise="int8").total + 1000
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: type("Memory", (), {"available": room}))
+    assert outrider.load(folder, ["quantised:int8"], rows=8, dtype="float32", **HOW).engine.drafters
+    monkeypatch.setattr(assemble, "near", lambda device: False)
+    with pytest.raises(outrider.OutriderError, match="the pipeline needs"):
+        outrider.load(folder, ["quantised:int8"], rows=8, dtype="float32", **HOW)
+
+
+def test_where_guesses_stay_on_a_device_it_has_a_cache_of_its_own(folder, monkeypatch) -> None:
+    monkeypatch.setattr(assemble, "near", lambda device: False)
+    copied = outrider.load(folder, ["quantised:int8"], rows=1, **HOW).engine.drafters["quantised"].model  # type: ignore[attr-defined]
+    assert type(copied) is HFModel and copied.own
+
+
+def test_who_reads_no_text_does_not_begin_with_its_end(folder) -> None:
+    rt = outrider.load(folder, ["quantised:int8", "early-exit:1", f"model:{folder}"], rows=1, **HOW)
+    assert rt.engine.controller.starts.tails == {"model"}  # type: ignore[attr-defined]
+
+
+def test_several_share_one_cache(folder) -> None:
+    want = outrider.load(folder, [], rows=1, **HOW).generate("the quick brown", max_tokens=40, ignore_eos=True).tokens
+    rt = outrider.load(folder, ["quantised:int8", "quantised:int4", "early-exit:1", "lookup"], rows=2, depth=3, **HOW)
+    out = rt.generate("the quick brown", max_tokens=40, ignore_eos=True)
+    assert out.tokens == want and out.stats["accepted"] > 20
+    assert len({part.model.rows for part in rt.engine.drafters.values() if hasattr(part, "model")}) == 1
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}], ids=["greedy", "coupled"])
+def test_strict_logits_are_the_same_bits_with_it(folder, sampling: dict[str, Any]) -> None:
+    rt = outrider.load(folder, ["quantised:int4"], strict=True, dtype="bfloat16", rows=2, **HOW)
+    want = run_with(rt, Plan(), requests(rt, sampling, PROMPTS[:3]))
+    for plan in (Plan((("quantised", 3, 1),)), Plan((("quantised", 2, 2),)), Plan((("quantised", 8, 1),))):
+        seqs, bits = run_with(rt, plan, requests(rt, sampling, PROMPTS[:3]))
+        assert [seq.generated for seq in seqs] == [seq.generated for seq in want[0]] and bits == want[1]
+        assert sum(r.accepted[0] for seq in seqs for r in seq.records) > 5
