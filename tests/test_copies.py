@@ -15,14 +15,17 @@ from test_strict import PROMPTS, requests, run_with
 from tiny import tiny_folder
 
 import outrider
+from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told, fixed
 from outrider.core import tree
 from outrider.core.types import Draft, Plan, Sequence
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
+from outrider.measure.cost import Situation
 from outrider.models import load
 from outrider.models.hf import HFModel, HFView
 from outrider.models.load import load_copy, memory_plan
+from outrider.models.quantised import QuantisedLinear
 from outrider.runtime import assemble
 from outrider.runtime.engine import Engine
 
@@ -139,6 +142,9 @@ def test_it_holds_no_cache_and_none_is_planned_for_it(folder, monkeypatch) -> No
     copied, plan = load_copy(target, folder, COPY, "int8")
     assert plan.cache == 0 < whole.cache and plan.weights == copied.spec.weight_bytes > 0
     assert copied.held_bytes() < target.held_bytes() - target.store.bytes
+    (mine, its), norms = [m.module.get_input_embeddings().weight for m in (copied, target)], [m.module.model.norm.weight for m in (copied, target)]
+    assert mine is its and norms[0] is norms[1], "what is whole in both is held once"
+    assert copied.module.lm_head.weight.dtype == target.module.lm_head.weight.dtype and isinstance(copied.module.lm_head, QuantisedLinear)
     room = whole.total + memory_plan(folder, "float32", 0, 256, quantise="int8").total + 1000
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: type("Memory", (), {"available": room}))
     assert outrider.load(folder, ["quantised:int8"], rows=8, dtype="float32", **HOW).engine.drafters
@@ -155,7 +161,15 @@ def test_where_guesses_stay_on_a_device_it_has_a_cache_of_its_own(folder, monkey
 
 def test_who_reads_no_text_does_not_begin_with_its_end(folder) -> None:
     rt = outrider.load(folder, ["quantised:int8", "early-exit:1", f"model:{folder}"], rows=1, **HOW)
-    assert rt.engine.controller.starts.tails == {"model"}  # type: ignore[attr-defined]
+    controller, at = rt.engine.controller, Situation("", 1, 512, False)
+    assert isinstance(controller, Adaptive) and controller.starts.tails == {"model"}
+    costs = controller.tables.costs
+    costs.verified(at, 0, 0.01)
+    for name in rt.engine.drafters:
+        costs.drafted(name, at, 2, 0.05, behind=1000)
+    seen = {name: costs.draft[name, at].seen for name in rt.engine.drafters}
+    assert costs.catching_up("model", at, 1000) > 0.01 and not seen["model"]
+    assert all(costs.catching_up(name, at, 1000) == 0 and seen[name] for name in ("quantised", "early-exit:1"))
 
 
 def test_several_share_one_cache(folder) -> None:

@@ -196,11 +196,11 @@ class Costs:
     by how many those are (to a power of two: few share a forward that costs as much as many).
 
     All are kept at pace 1; `pace` says how slow the machine is now beside that. `assumed`: a drafter's level over a
-    plain step until it is measured.
+    plain step until it is measured; `views`: drafters that read no text, for the target has read it.
     """
 
-    def __init__(self, assumed: dict[str, float]) -> None:
-        self.assumed = assumed
+    def __init__(self, assumed: dict[str, float], views: frozenset[str] = frozenset()) -> None:
+        self.assumed, self.views = assumed, views
         self.verify: dict[Situation, Curve] = {}
         self.draft: dict[tuple[str, Situation], Curve] = {}
         self.catch_up: dict[str, dict[int, float]] = {}
@@ -339,7 +339,7 @@ class Costs:
         curve = self.drafting(name, at)
         if curve is None:
             return
-        if behind <= FAR:
+        if behind <= FAR or name in self.views:
             curve.add(levels, seconds)
             return
         sizes, least = self.catch_up.setdefault(name, {}), CHEAPEST * curve.line[1] / behind
@@ -349,7 +349,7 @@ class Costs:
 
     def catching_up(self, name: str, at: Situation, behind: int) -> float:
         """Seconds before a drafter can begin, at pace 1. A number of tokens never met costs each what the nearest one does."""
-        if behind <= FAR:
+        if behind <= FAR or name in self.views:
             return 0.0
         if sizes := self.catch_up.get(name):
             return behind * _like(sizes, behind)

@@ -73,3 +73,17 @@ def with_layers(module: nn.Module, layers: tuple[int, ...]) -> nn.Module:
         return new
 
     return rebuild(module)
+
+
+def shared(module: nn.Module, other: nn.Module) -> nn.Module:
+    """The module, with the other's parameters where both have one of that name, shape and dtype: those of one checkpoint."""
+    for name, given in other.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        try:
+            part = module.get_submodule(path)
+        except AttributeError:  # it has no such part
+            continue
+        own = part._parameters.get(leaf)
+        if own is not None and (own.shape, own.dtype) == (given.shape, given.dtype):
+            part._parameters[leaf] = given
+    return module

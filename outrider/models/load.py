@@ -28,7 +28,7 @@ from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel, HFView
 from outrider.models.kv import slots_for
-from outrider.models.layers import routed, turning
+from outrider.models.layers import routed, shared, turning
 from outrider.models.mapped import Mapped, keepable
 from outrider.models.quantised import held_bytes, inexact, kept_bytes, quantised
 from outrider.models.vocab import fingerprint
@@ -260,12 +260,12 @@ def load_model(
 
 
 def load_copy(owner: HFModel, path: str | os.PathLike[str], name: str, quantise: str, compile: str = "off") -> tuple[HFView, MemoryPlan]:
-    """The weights of `path`, which are a model's own, in fewer bits, on the cache of that model: what the model has read, the copy need not read.
-    Raises OutriderError as `load_model` does."""
+    """The weights of `path`, which are a model's own, in fewer bits, on the cache of that model: what the model has read, the copy need not read. What is
+    whole in both is held once, though both plans count it. Raises OutriderError as `load_model` does."""
     folder, dtype = locate(path), owner.spec.dtype
     plan = memory_plan(folder, dtype, 0, owner.spec.context, compile, quantise)
     refuse_too_large(plan, owner.device, name)
-    view = HFView(owner, load_module(folder, dtype, quantise), name, weight_bytes=plan.weights, tier="eager:off")
+    view = HFView(owner, shared(load_module(folder, dtype, quantise), owner.module), name, weight_bytes=plan.weights, tier="eager:off")
     if compile != "off":
         view.compiled = _compiled(view, folder, plan, quantise)
     return view, plan

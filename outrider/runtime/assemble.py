@@ -111,7 +111,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         },
     }
     keeper = _keeper(parts, folders, max(model.spec.weight_bytes, 1), model.spec.device, s)
-    tails = frozenset(name for name, part in parts.items() if hasattr(part, "tail") and not _views(part))
+    tails = frozenset(name for name, part in parts.items() if hasattr(part, "tail")) - keeper.tables.costs.views
     controller = Adaptive(keeper.tables, model.meter.served, s.slowdown_limit, cautious=profiler.PATIENCE > 0, tails=tails)
     engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
     engine.jit.prepare([Plan(), *controller.plans.made.values()], engine.facts[True])
@@ -138,6 +138,7 @@ def _spare_the_collector() -> None:
 def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: int, device: str, s: LoadSettings) -> Keeper:
     """The tables of a pair, as its profile left them."""
     assumed = {name: _assumed(part, target_bytes) for name, part in parts.items()}
+    views = frozenset(name for name, part in parts.items() if not getattr(getattr(part, "model", None), "own", True))
     bits = {name: 1 << i for i, name in enumerate(parts)}
     cheapest = {name: bits[name] for name in sorted(parts, key=lambda name: assumed[name])}
     kinds = ",".join(f"{name} {type(part).__name__}" for name, part in sorted(parts.items()))
@@ -149,12 +150,12 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
     known = (profiles.load(file, mark) if file else None) or {}
     objective = float({"latency": 0.0, "energy": 1.0}.get(str(s.objective), s.objective))
     try:
-        Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known)).tried()
+        Tables(cheapest, Costs(assumed, views), s.predictor, objective=objective, state=copy.deepcopy(known)).tried()
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):  # a whole file, and nonsense in it
         assert file is not None
         profiles.set_aside(file)
         known = {}
-    tables = Tables(cheapest, Costs(assumed), s.predictor, objective=objective, state=copy.deepcopy(known))
+    tables = Tables(cheapest, Costs(assumed, views), s.predictor, objective=objective, state=copy.deepcopy(known))
     return Keeper(tables, mark, file, json.loads(json.dumps(tables.state())) if known else {})  # some of what is there may be told another way
 
 
@@ -162,11 +163,6 @@ def _assumed(part: Drafter, target_bytes: int) -> float:
     """A level of a drafter over a plain step, until it is measured: by the weights that it reads."""
     model = getattr(part, "model", None)
     return 0.05 if model is None else 0.1 + float(model.spec.weight_bytes) / target_bytes
-
-
-def _views(part: Drafter) -> bool:
-    """Does it read no text, for the target has read it?"""
-    return not getattr(getattr(part, "model", None), "own", True)
 
 
 def _wait(made: list[Any], strict: bool) -> None:
