@@ -142,6 +142,6 @@ def policy(name: str, drafters: list[str], costs: dict, tier: str, state: dict |
         bits = {d: 1 << i for i, d in enumerate(drafters)}
         known = Costs({})
         tables = Tables(bits, known, rest or "logistic", state={"costs": costs, **(state or {})})
-        return Adaptive(tables, lambda: tier, tails=frozenset(drafters) - AT_ONCE)
+        return Adaptive(tables, lambda: tier, tails=frozenset(drafters) - AT_ONCE - known.views)
     others = [f"{k}:{d}" for k in ("dynamic", "average") for d in drafters]
     raise nearest(name, ["plain", "ucb1", "adaptive", *(f"{d}:4" for d in singly_and_together(drafters)), *others], "policy")

@@ -84,6 +84,8 @@ class Step:
 
     def unread(self, row: Row, name: str, length: int) -> int:
         """Tokens that a drafter has to read of a text of this length, from where it begins."""
+        if name in self.tables.costs.views:
+            return 0
         unread = length - row.read.get(name, 0)
         return min(unread, self.tails.get(name) or unread)
 

@@ -89,6 +89,8 @@ class ModelDrafter:
         if simple:
             tokens, logp = decided(scores)
             return tree.grow(draft, frontier, tokens, source, POINT, [math.exp(x) for x in logp])
+        if near(self.model.spec.device):
+            decided(scores)  # raises where the model overflows: a view would leave that to the target
         logits = self._fit(scores.logits)
         if width == 1 and not settings.all_greedy and hosted(logits):
             logits = logits.cpu()

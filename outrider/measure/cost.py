@@ -216,7 +216,8 @@ class Costs:
         return {
             "verify": {at.name(): curve.state() for at, curve in self.verify.items()},
             "draft": {f"{name} @ {at.name()}": curve.state() for (name, at), curve in self.draft.items()},
-            "catch_up": {f"{name} @ {size}": [1, each] for name, sizes in self.catch_up.items() for size, each in sizes.items()},
+            "catch_up": {f"{name} @ {size}": [1, each] for name, sizes in self.catch_up.items() for size, each in sizes.items()}
+            | {f"{name} @ 0": [1, 0.0] for name in sorted(self.views)},
             "steady": {at.name(): [1, seconds] for at, seconds in self.steady.items()},
             "plains": {at.name(): count for at, count in self.plains.items()},
             "holdups": [self.holdups.met, self.holdups.held / self.holdups.met],
@@ -230,6 +231,9 @@ class Costs:
         self.catch_up = {}
         for key, (_, each) in state.get("catch_up", {}).items():
             name, mark, size = key.rpartition(" @ ")
+            if size == "0":
+                self.views |= {name}
+                continue
             self.catch_up.setdefault(name if mark else key, {})[int(size) if mark else 8] = each  # older files have one price for any number
         self.steady = {named(at): seconds for at, (_, seconds) in state.get("steady", {}).items()}
         self.plains = {named(at): count for at, count in state.get("plains", {}).items()}
@@ -339,7 +343,7 @@ class Costs:
         curve = self.drafting(name, at)
         if curve is None:
             return
-        if behind <= FAR or name in self.views:
+        if behind <= FAR:
             curve.add(levels, seconds)
             return
         sizes, least = self.catch_up.setdefault(name, {}), CHEAPEST * curve.line[1] / behind

@@ -110,8 +110,9 @@ class Compiled:
     """The packages of one model, found on disk or awaited. `reason` says why there is none, as `eager:...`; `tier`, what serves where one is: one for
     all of its steps, for costs are kept by it."""
 
-    def __init__(self, recipe: Recipe, step: Step) -> None:
-        self.recipe, self.step = recipe, step
+    def __init__(self, recipe: Recipe, step: Step, shapes: tuple[str, ...] = SHAPES) -> None:
+        """shapes: those that are wanted of what is built."""
+        self.recipe, self.step, self.shapes = recipe, step, shapes
         self.new = not recipe.quick()  # never seen here: to look for its packages takes reading its weights, and can wait for its first token
         self.found: Path | None = None
         self.packages: dict[str, Package] = {}
@@ -155,7 +156,7 @@ class Compiled:
         return self.reason == "eager:building" and (self.new or not self._whole())
 
     def _whole(self) -> bool:
-        return all(self._file(shape).exists() for shape in SHAPES)
+        return all(self._file(shape).exists() for shape in self.shapes)
 
     def _start(self) -> None:
         """See to it that the packages are being built, if they can be: somebody waits for a text, not for them."""
@@ -197,7 +198,7 @@ class Compiled:
         """The package for a forward of this shape, if it is there by now."""
         if self.new:
             self.new, self.looked = False, time.monotonic()
-        if len(self.packages) < len(SHAPES) and self.reason == "eager:building" and time.monotonic() - self.looked > POLL:
+        if len(self.packages) < len(self.shapes) and self.reason == "eager:building" and time.monotonic() - self.looked > POLL:
             self.look()
             self.misses += 1
             if self.misses == HOT:
@@ -218,7 +219,7 @@ class Compiled:
 
     def _take_up(self) -> None:
         before = set(self.packages)
-        for shape in SHAPES:
+        for shape in self.shapes:
             if shape not in self.packages and self._file(shape).exists():
                 try:
                     self._admit(shape)
@@ -227,7 +228,7 @@ class Compiled:
                     log.warning("%s cannot be used and is removed: %s", self._file(shape), str(damaged).split("\n")[0])
                     with contextlib.suppress(OSError):  # somebody else's
                         self._file(shape).unlink(missing_ok=True)  # the next start builds it anew
-        if len(self.packages) < len(SHAPES):
+        if len(self.packages) < len(self.shapes):
             self._failed()
         if self.packages.keys() > before:
             used(self.folder)
@@ -353,12 +354,12 @@ class Compiled:
         end = time.monotonic() + WAIT
         self.look()
         self._start()
-        while len(self.packages) < len(SHAPES) and self.reason == "eager:building":
+        while len(self.packages) < len(self.shapes) and self.reason == "eager:building":
             if time.monotonic() > end:
                 raise OutriderError(f"steps of {self.recipe.folder} are not built after {WAIT} s", str(self.folder), "compile='off'")
             if not held(BUILDER, self.folder):  # its builder is gone: what is there now is all there will be
                 self.look()
-                if len(self.packages) < len(SHAPES) and self.reason == "eager:building":
+                if len(self.packages) < len(self.shapes) and self.reason == "eager:building":
                     self.reason = "eager:builder-died"
                 return
             time.sleep(POLL)

@@ -76,9 +76,15 @@ class EarlyExit(HFView):
         return super().chain(seqs, draft, place, levels, on, race)
 
     def _serve(self, block: Block, last: Tensor | None = None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._forget_overwritten(block)
         out = super()._serve(block, last, table)
         self._keep(block)
         return out
+
+    def _forget_overwritten(self, block: Block) -> None:
+        """Where another view has written since, these layers' keys are its keys."""
+        rows = self.rows.all[block.first : block.first + len(block.table)]
+        self.forget([row.index for row in rows if row.writer is not self])
 
     def _keep(self, block: Block) -> None:
         for r, line in enumerate(block.table):
@@ -93,6 +99,7 @@ class EarlyExit(HFView):
     @torch.inference_mode()
     def finish(self, block: Block) -> tuple[Tensor, Tensor]:
         """What the owner's forward over a block gives: the first layers where they have not run, the others everywhere."""
+        self._forget_overwritten(block)
         missing = [
             [c for c, column in enumerate(line.tolist()) if (block.first + r, column[2]) not in self.known] for r, line in enumerate(block.table)
         ]

@@ -354,6 +354,11 @@ class HFView(HFModel):
         """Text is the owner's to read."""
         self.owner.prefill(seqs)
 
+    def _serve(self, block: Block, last: Tensor | None = None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        for row in self.rows.all[block.first : block.first + _size(block)[0]]:
+            row.writer = self
+        return super()._serve(block, last, table)
+
 
 def shortened(owner: HFModel, layers: tuple[int, ...]) -> tuple[Any, str]:
     """A model's module with these of its layers alone, and a name for it."""

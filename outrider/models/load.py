@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from outrider.core import tree
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, ModelSpec, Request, SamplingParams, Sequence
 from outrider.models import gguf
-from outrider.models.compiled import SHAPES, Compiled, Recipe, worth_freezing
+from outrider.models.compiled import SHAPES, STEPS, Compiled, Recipe, worth_freezing
 from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel, HFView
@@ -263,16 +263,18 @@ def load_copy(owner: HFModel, path: str | os.PathLike[str], name: str, quantise:
     """The weights of `path`, which are a model's own, in fewer bits, on the cache of that model: what the model has read, the copy need not read. What is
     whole in both is held once, though both plans count it. Raises OutriderError as `load_model` does."""
     folder, dtype = locate(path), owner.spec.dtype
-    plan = memory_plan(folder, dtype, 0, owner.spec.context, compile, quantise)
+    whole = memory_plan(folder, dtype, 0, owner.spec.context, compile, quantise)
+    plan = replace(whole, frozen=tuple(shape for shape in whole.frozen if shape in STEPS))  # who reads no text needs no package for it
     refuse_too_large(plan, owner.device, name)
     view = HFView(owner, shared(load_module(folder, dtype, quantise), owner.module), name, weight_bytes=plan.weights, tier="eager:off")
     if compile != "off":
-        view.compiled = _compiled(view, folder, plan, quantise)
+        view.compiled = _compiled(view, folder, whole, quantise, STEPS)
     return view, plan
 
 
-def _compiled(model: HFModel, folder: Path, plan: MemoryPlan, quantise: str | None) -> Compiled:
-    return Compiled(Recipe(str(folder), model.spec.dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen, quantise), model.step)
+def _compiled(model: HFModel, folder: Path, plan: MemoryPlan, quantise: str | None, shapes: tuple[str, ...] = SHAPES) -> Compiled:
+    recipe = Recipe(str(folder), model.spec.dtype, torch.get_num_threads(), model.spec.vocab_size, plan.frozen, quantise)
+    return Compiled(recipe, model.step, shapes)
 
 
 def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:

@@ -156,6 +156,7 @@ def _ranked(engine: Engine, tables: Tables, request: Request, patience: float) -
 def _sweep(
     engine: Engine, tables: Tables, filler: Filler, context: int, rows: int, sampled: bool, patience: float, repeats: int, found: "Found"
 ) -> int:  # fmt: skip
+    found.views = tables.costs.views
     models = found.models = [name for name, part in engine.drafters.items() if hasattr(part, "model")]
     others = [name for name in engine.drafters if name not in [*models, FILLER]]
     asked, end = _requests(engine, filler, context, rows, sampled), time.perf_counter() + patience
@@ -206,10 +207,11 @@ def _plans(models: list[str], others: list[str], between: int) -> list[Plan]:
 
 
 class Found:
-    """Times by what was done. `models`: drafters whose rows still hold a prompt that is written a second time; all others read it anew."""
+    """Times by what was done. `models`: drafters whose rows still hold a prompt that is written a second time; all others read it anew, but for `views`,
+    which read none."""
 
     def __init__(self) -> None:
-        self.models, self.sweeps = list[str](), 0
+        self.models, self.sweeps, self.views = list[str](), 0, frozenset[str]()
         self.verify: dict[int, list[float]] = {}
         self.draft: dict[str, dict[int, list[float]]] = {}
         self.far: dict[str, list[tuple[int, float]]] = {}
@@ -235,7 +237,7 @@ class Found:
         for name, levels in record.levels.items():
             took = record.seconds.get(stage(name), 0.0)
             drafting += took
-            behind, self.asked[name] = record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
+            behind, self.asked[name] = 0 if name in self.views else record.context[0] - self.read.get(name, 0), self.asked.get(name, 0) + 1
             self.read[name] = record.context[0] + record.right(name) // rows
             usual = usual and (name == FILLER or (name in self.models and behind <= FAR))
             if name in self.models and self.texts > 1 and self.asked[name] <= UNCOUNTED:
