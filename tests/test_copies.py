@@ -28,6 +28,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.measure.cost import Costs, Situation
 from outrider.models import load
 from outrider.models.compiled import SHAPES, STEPS
+from outrider.models.exits import EarlyExit
 from outrider.models.hf import HFModel, HFView
 from outrider.models.load import load_copy, memory_plan
 from outrider.models.quantised import QuantisedLinear
@@ -211,6 +212,21 @@ def test_several_share_one_cache(folder, drafters: list[str]) -> None:
         assert out.tokens == plainly.generate(prompt, max_tokens=60, ignore_eos=True).tokens and out.stats["accepted"] > 5
     assert len({id(part.model.rows) for part in rt.engine.drafters.values() if hasattr(part, "model")}) == 1
     assert "reusing" in rt.program()["program"]
+
+
+def test_an_early_exit_goes_on_behind_a_copy() -> None:
+    """It was asked, a copy was, and it is again: what it computed first is there no longer."""
+    target = zoo.model("llama", label="target", chunk=8)
+    exits, copied, tokens = EarlyExit(target, 1), HFView(target, zoo.module("llama", noise=0.5), COPY), [3, 5, 8, 13, 21, 34, 2, 9, 4]
+    seq = Sequence(request(tokens, "one"), list(tokens))
+    target.open(seq)
+    target.prefill([seq])
+    draft = tree.run(Draft(rows=1), ~0, [7, 11, 13], 1, [1.0] * 3)
+    for view, places in ((exits, [~0, 0]), (copied, [~0, 0, 1]), (exits, [1, 2])):
+        view.score([seq], draft, places)
+    got = target.score([seq], draft, tree.all_places(draft), reusing=exits).logits
+    for n, row in enumerate(got):
+        torch.testing.assert_close(row, recompute(target)([*tokens, 7, 11, 13][: len(tokens) + n]), atol=1e-3, rtol=1e-3)
 
 
 def test_one_that_overflows_is_an_error_and_leaves_nothing() -> None:
