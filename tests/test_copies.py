@@ -214,16 +214,20 @@ def test_several_share_one_cache(folder, drafters: list[str]) -> None:
     assert "reusing" in rt.program()["program"]
 
 
-def test_an_early_exit_goes_on_behind_a_copy() -> None:
-    """It was asked, a copy was, and it is again: what it computed first is there no longer."""
+@pytest.mark.parametrize("again", [[1, 2], [2], [~0, 0, 1], []], ids=str)
+def test_an_early_exit_goes_on_behind_a_copy(again: list[int]) -> None:
+    """It was asked, a copy was, and it is again: what it computed first is there no longer, and what it finds then hangs on the copy's keys, unless it
+    begins anew."""
     target = zoo.model("llama", label="target", chunk=8)
     exits, copied, tokens = EarlyExit(target, 1), HFView(target, zoo.module("llama", noise=0.5), COPY), [3, 5, 8, 13, 21, 34, 2, 9, 4]
     seq = Sequence(request(tokens, "one"), list(tokens))
     target.open(seq)
     target.prefill([seq])
     draft = tree.run(Draft(rows=1), ~0, [7, 11, 13], 1, [1.0] * 3)
-    for view, places in ((exits, [~0, 0]), (copied, [~0, 0, 1]), (exits, [1, 2])):
-        view.score([seq], draft, places)
+    for view, places in ((exits, [~0, 0]), (copied, [~0, 0, 1]), (exits, again)):
+        if places:
+            view.score([seq], draft, places)
+    assert len(exits.known) == (3 if ~0 in again else 0 if again else 2)
     got = target.score([seq], draft, tree.all_places(draft), reusing=exits).logits
     for n, row in enumerate(got):
         torch.testing.assert_close(row, recompute(target)([*tokens, 7, 11, 13][: len(tokens) + n]), atol=1e-3, rtol=1e-3)

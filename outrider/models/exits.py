@@ -40,7 +40,7 @@ class Tap(nn.Module):
 
 class EarlyExit(HFView):
     """The first `count` layers, final norm and head included. `known`: (row, slot) -> what the last of them put out there in this
-    step, [d]."""
+    step, [d]; `spoiled`: rows of which nothing is kept, for another view wrote there."""
 
     def __init__(self, owner: HFModel, count: int) -> None:
         if not 0 < count < owner.spec.layers:
@@ -54,6 +54,7 @@ class EarlyExit(HFView):
         rest = with_layers(owner.module, tuple(range(count, owner.spec.layers)))
         self.above = Step(rest, owner.store, owner.step.windows, owner.spec.vocab_size)
         self.known: dict[tuple[int, int], Tensor] = {}
+        self.spoiled = set[int]()
 
     def score(self, seqs: list[Sequence], draft: Draft, places: Places, reusing: Any = None) -> Scores:
         """As any model's; what was computed is kept until its row is committed, or begins anew."""
@@ -76,18 +77,26 @@ class EarlyExit(HFView):
         return super().chain(seqs, draft, place, levels, on, race)
 
     def _serve(self, block: Block, last: Tensor | None = None, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._forget_overwritten(block)
+        self._look_back(block)
         out = super()._serve(block, last, table)
         self._keep(block)
         return out
 
-    def _forget_overwritten(self, block: Block) -> None:
-        """Where another view has written since, these layers' keys are its keys."""
-        rows = self.rows.all[block.first : block.first + len(block.table)]
-        self.forget([row.index for row in rows if row.writer is not self])
+    def _look_back(self, block: Block) -> None:
+        """Where another view has written since, these layers' keys are its keys: what was found before, and is found from there on, is not what they
+        give, until the root is computed again."""
+        for r, line in enumerate(block.table):
+            row = self.rows.all[block.first + r]
+            if row.writer is not self:
+                self.forget([row.index])
+                self.spoiled.add(row.index)
+            if row.base < 0 or (line[:, 2] == row.base - 1).any():
+                self.spoiled.discard(row.index)
 
     def _keep(self, block: Block) -> None:
         for r, line in enumerate(block.table):
+            if block.first + r in self.spoiled:
+                continue
             for c, column in enumerate(line.tolist()):
                 self.known[block.first + r, column[2]] = self.tap.seen[r, c]
 
@@ -99,7 +108,7 @@ class EarlyExit(HFView):
     @torch.inference_mode()
     def finish(self, block: Block) -> tuple[Tensor, Tensor]:
         """What the owner's forward over a block gives: the first layers where they have not run, the others everywhere."""
-        self._forget_overwritten(block)
+        self._look_back(block)
         missing = [
             [c for c, column in enumerate(line.tolist()) if (block.first + r, column[2]) not in self.known] for r, line in enumerate(block.table)
         ]
