@@ -3,7 +3,9 @@
 Most have weights that are far from the target's: what they left behind would be seen.
 """
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from contracts import plain, recompute, request, run
+from contracts import always, plain, recompute, request, run
 from test_strict import PROMPTS, requests, run_with
 from tiny import tiny_folder
 
@@ -36,7 +38,7 @@ from outrider.runtime import assemble, profiler
 from outrider.runtime.engine import Engine
 
 CLASSES = ["llama", "gemma3", "mistral", "gpt2", "mixtral"]
-COPY = "copy"
+COPY, EXIT = "copy", "early-exit:1"
 PLANS = [
     Plan(((COPY, 3, 1),)), Plan(((COPY, 2, 2),)), Plan(), Plan((("lookup", 3, 1), (COPY, 2, 1))), Plan((("lookup", 4, 1),)),
     Plan(((COPY, 6, 1),)), Plan(((COPY, 3, 2),), budget=3),
@@ -231,6 +233,45 @@ def test_an_early_exit_goes_on_behind_a_copy(again: list[int]) -> None:
     got = target.score([seq], draft, tree.all_places(draft), reusing=exits).logits
     for n, row in enumerate(got):
         torch.testing.assert_close(row, recompute(target)([*tokens, 7, 11, 13][: len(tokens) + n]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("seed", always(4, range(24)))
+def test_whoever_drafts_in_whatever_order_the_text_is_the_target_s(seed: int) -> None:
+    """Two copies, an early exit that is inlined and lookup: in random unions and stages, to random depths and widths; steps fail, requests are
+    cancelled."""
+    draw, name = random.Random(seed), ("llama", "mistral", "qwen2")[seed % 3]
+    want, target = plain(zoo.model(name, label="target", chunk=8), asked()), zoo.model(name, label="target", chunk=8)
+    views = [HFView(target, zoo.module(name, noise=noise), f"copy-{noise}") for noise in (0.02, 0.5)]
+    parts: list[Any] = [Lookup(floor=0.0), ModelDrafter(EarlyExit(target, 1), EXIT), *[ModelDrafter(view, view.spec.name) for view in views]]
+    draw.shuffle(parts)
+    names = [part.name for part in parts]
+
+    def plan(_: Any) -> tuple[Plan, str]:
+        some = [(name, draw.choice([1, 2, 3, 8]), 1 if name == "lookup" else draw.choice([1, 1, 2, 3])) for name in names if draw.random() < 0.6]
+        return Plan(tuple(some), draw.choice([0, 0, 3, 10]) if some else 0), "drawn"
+
+    def fails(score: Any) -> Any:
+        def scored(*given: Any, **named: Any) -> Any:
+            out = score(*given, **named)
+            if draw.random() < 0.03:
+                raise RuntimeError("told to")
+            return out
+
+        return scored
+
+    for model in (target, *views):
+        model.score = fails(model.score)  # type: ignore[method-assign]
+    stages = [names[:2], names[2:]] if seed % 2 else None
+    engine = Engine(target, {part.name: part for part in parts}, Told(plan), 1 + seed % 3, stages=stages)
+    seqs = [engine.submit(one) for one in asked()]
+    while any(seq.finish_reason is None for seq in seqs):
+        with contextlib.suppress(RuntimeError):
+            engine.step()
+        if draw.random() < 0.01:
+            engine.cancel(draw.choice([seq for seq in seqs if seq.finish_reason is None] or seqs))
+    for seq, whole in zip(seqs, want, strict=True):
+        assert seq.generated == (whole[: seq.produced] if seq.finish_reason == "cancelled" else whole)
+    assert any("reusing" in str(op) for op in engine.jit.module("greedy").walk())
 
 
 def test_one_that_overflows_is_an_error_and_leaves_nothing() -> None:
