@@ -36,7 +36,7 @@ class Row:
     resumed: bool = False  # does what is laid out now go on with this step's scratch?
     used: int = 0  # when it was given back last, in requests
     skipped: int = 0  # tokens of the request before `text`, which are left out: positions and slots count from behind them
-    writer: object = None  # the view that wrote scratch last
+    writer: Any = None  # the view that wrote scratch last
 
     @property
     def cached(self) -> int:
