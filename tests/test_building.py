@@ -29,7 +29,6 @@ from outrider.models import builder as builder_module
 from outrider.models import compiled, load, room
 from outrider.models.builder import main as build_packages
 from outrider.models.compiled import COLUMNS, FEWER, SHAPES, Compiled, Recipe, worth_freezing
-from outrider.models.hf import HFView
 from outrider.models.load import MemoryPlan, load_module, memory_plan
 from outrider.models.package import INDEPENDENT
 
@@ -275,7 +274,7 @@ def test_tiers_say_off_and_building(folder, cache, started):
     assert set(building[1]) == {"eager:building"} and len(started) <= 1
     assert building[0] == off[0]
     rt = outrider.load(folder, [], dtype="float32")
-    assert HFView(rt.engine.target, (0,)).meter.tier == "eager:view"
+    assert rt.engine.target.view((0,)).meter.tier == "eager:view"
 
 
 def test_without_a_compiler_texts_come_and_it_is_said_once(folder, cache, started, monkeypatch, caplog):
