@@ -80,7 +80,7 @@ def check_cache(name: str, target: Any, seqs: list[Sequence]) -> None:
                 torch.testing.assert_close(x[0, :, : row.cached], want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("heat", [{}, {"temperature": 1.0}, {"temperature": 1.0, "rule": "exact"}], ids=["greedy", "coupled", "exact"])
+@pytest.mark.parametrize("heat", always(1, [{}, {"temperature": 1.0}, {"temperature": 1.0, "rule": "exact"}]), ids=["greedy", "coupled", "exact"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_whatever_it_drafts_the_cache_is_the_target_s(name: str, heat: dict[str, Any]) -> None:
     engine = made(name)
@@ -197,19 +197,22 @@ def test_a_sweep_takes_what_it_drafts_for_drafting(folder) -> None:
 
 @pytest.mark.parametrize(
     "drafters",
-    [
-        ["quantised:int8", "quantised:int4", "early-exit:1", "lookup"],
-        ["early-exit:1", "quantised:int8"],
-        ["early-exit:1", "quantised:int4", "lookup"],
-        ["staged:early-exit:1>quantised:int4"],
-        ["staged:quantised:int4>early-exit:1"],
-    ],
+    always(
+        3,
+        [
+            ["quantised:int8", "quantised:int4", "early-exit:1", "lookup"],
+            ["early-exit:1", "quantised:int8"],
+            ["staged:early-exit:1>quantised:int4"],
+            ["early-exit:1", "quantised:int4", "lookup"],
+            ["staged:quantised:int4>early-exit:1"],
+        ],
+    ),
     ids=" ".join,
 )
 def test_several_share_one_cache(folder, drafters: list[str]) -> None:
     """What an early exit has computed is not taken for its own where a copy has written since."""
     plainly, rt = outrider.load(folder, [], rows=1, **HOW), outrider.load(folder, drafters, rows=2, depth=3, **HOW)
-    for prompt in ("the quick brown", "a b c a b", "zebra"):
+    for prompt in ("the quick brown", "a b c a b"):
         out = rt.generate(prompt, max_tokens=60, ignore_eos=True)
         assert out.tokens == plainly.generate(prompt, max_tokens=60, ignore_eos=True).tokens and out.stats["accepted"] > 5
     assert len({id(part.model.rows) for part in rt.engine.drafters.values() if hasattr(part, "model")}) == 1
