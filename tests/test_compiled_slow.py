@@ -341,7 +341,7 @@ def test_products_of_weights_in_4_bits_are_right_at_every_width(k, n, dtype, thr
 
 def exact(layer: FourBits) -> torch.Tensor:
     """Its weights, unrounded."""
-    scale, zero = layer.scales.transpose(0, 1).double().split(1, -1)
+    scale, zero = layer.packed_scales.transpose(0, 1).double().split(1, -1)
     return ((_of_blocks(layer.blocks).unflatten(1, (-1, 32)).double() - 8) * scale + zero).flatten(1)
 
 

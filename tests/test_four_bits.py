@@ -19,7 +19,7 @@ from outrider.models import attention, builder, load
 from outrider.models.four_bits import BLOCK, GROUP, MARK, four_bits
 from outrider.models.load import load_module, wrap
 from outrider.models.package import INDEPENDENT
-from outrider.models.quantised import FourBits, QuantisedLinear, _in_blocks, _of_blocks, quantised
+from outrider.models.quantised import FourBits, QuantisedLinear, _by_output, _in_blocks, _of_blocks, quantised
 
 cache = packages.cache
 
@@ -41,7 +41,7 @@ def test_a_weight_is_off_by_half_a_unit_of_its_group_at_most(dtype: torch.dtype)
     layer = FourBits(linear)
     assert layer.weight.dtype == dtype and layer.scales.shape == (8, 304, 2)
     numbers, groups = _of_blocks(layer.blocks).unflatten(1, (-1, GROUP)).double(), linear.weight.detach().double().unflatten(1, (-1, GROUP))
-    scale, zero = layer.scales.transpose(0, 1).double().split(1, -1)
+    scale, zero = layer.packed_scales.transpose(0, 1).double().split(1, -1)
     off = ((numbers - 8) * scale + zero - groups).abs()
     assert bool((off[7:9] == 0).all()), "equal weights are kept"
     inside = (numbers > 0) & (numbers < 15)
@@ -78,6 +78,18 @@ def test_numbers_are_found_again_in_their_blocks(outputs: int, inputs: int) -> N
     for quad, output, at in ((0, 0, 0), (3, 5, 2), (7, 7, 3)):
         byte = int(first[quad, output, at])
         assert (byte & 15, byte >> 4) == (int(numbers[output, 4 * quad + at]), int(numbers[output + 8, 4 * quad + at]))
+
+
+def test_scales_lie_as_their_blocks_are_read() -> None:
+    """Those of sixteen outputs one group after the other, scale and zero by turns; both ways hold the same."""
+    torch.manual_seed(6)
+    layer = FourBits(nn.Linear(96, 64, bias=False))
+    by_group = layer.packed_scales
+    assert layer.scales.shape == by_group.shape == (3, 64, 2) and layer.scales.is_contiguous()
+    lines = layer.scales.detach().view(4, 3, BLOCK, 2)
+    for block, group, output in ((0, 0, 0), (1, 2, 5), (3, 1, 15)):
+        assert torch.equal(lines[block, group, output], by_group[group, BLOCK * block + output])
+    assert torch.equal(_by_output(layer.scales.detach()), by_group.transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

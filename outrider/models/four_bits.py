@@ -58,7 +58,8 @@ struct Rounded {
     }
     __attribute__((noinline)) void make(const T* A, int64_t M, int64_t K, int64_t lda) {
         static thread_local std::vector<Group> held;
-        if (M != rows || A < of || A + K > of + lda) of = A, rows = M, made = 0;  // other rows
+        // Other rows. Of a single one nobody says how long it is: there is no stride
+        if (M != rows || A < of || A > of + made || (M > 1 && A + K > of + lda)) of = A, rows = M, made = 0;
         const int64_t all = A - of + K;
         if ((int64_t)held.size() < all / {{group}} * M) held.resize(all / {{group}} * M);
         to = held.data();
@@ -71,16 +72,16 @@ struct Rounded {
 template <int ROWS, bool accum>
 __attribute__((noinline)) void {{kernel_name}}_rows(
     const Group* {{restrict_keyword}} A, int64_t rows, const uint8_t* {{restrict_keyword}} B, const at::BFloat16* {{restrict_keyword}} S, float* {{restrict_keyword}} C,
-    int64_t K, int64_t lds, int64_t ldc, int64_t ahead
+    int64_t K, int64_t ldc, bool ahead
 ) {
     const __m256i low = _mm256_set1_epi8(15);
     alignas(32) float sums[2 * ROWS][8];
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < 2; ++c) _mm256_store_ps(sums[2 * r + c], accum ? _mm256_loadu_ps(C + r * ldc + 8 * c) : _mm256_setzero_ps());
-    for (int64_t k = 0; k < K; k += {{group}}, A += rows, B += {{block * group // 2}}, S += lds) {
+    for (int64_t k = 0; k < K; k += {{group}}, A += rows, B += {{block * group // 2}}, S += {{2 * block}}) {
         if (ahead) {
             _Pragma("GCC unroll 4") for (int at = 0; at < {{block * group // 2}}; at += {{line}}) _mm_prefetch((const char*)B + {{ahead}} + at, _MM_HINT_T1);
-            _mm_prefetch((const char*)(S + ahead), _MM_HINT_T1);
+            _mm_prefetch((const char*)S + {{ahead // 4}}, _MM_HINT_T1);
         }
         __m256i dot[ROWS][2];  // sums of sixteen numbers of 16 bits: eight times two products of 15 and 128 fit
         _Pragma("GCC unroll 8") for (int q = 0; q < {{group // 4}}; ++q) {
@@ -113,15 +114,15 @@ __attribute__((noinline)) void {{kernel_name}}_rows(
         for (int c = 0; c < 2; ++c) _mm256_storeu_ps(C + r * ldc + 8 * c, _mm256_load_ps(sums[2 * r + c]));
 }
 {{declare_kernel}} {
-    scales -= (start / {{mark}} - start / {{group}}) * lds;  // where they are by what was said
+    // From where they are by their shape to where they lie: those of a block of columns one behind the other
+    scales += block * (2 * ldb - {{2 * block}}) + start - start / {{mark}} * lds;
     const Group* {{restrict_keyword}} groups = rounded(A, M, K, lda);
     const int64_t turns = std::max<int64_t>((M + {{most - 1}}) / {{most}}, 1);
-    const int64_t ahead = std::max<int64_t>({{2 * ahead // group}} / ldb, 1) * {{2 * block}};  // scales of the block of columns that is then read
     for (int64_t m = 0, left = turns; left > 0; --left) {
         const int64_t rows = (M - m + left - 1) / left;  // whose sums stay in registers
         switch (rows) {
 {%- for rows in range(1, most + 1) %}
-            case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>(groups + m, M, B, scales, C + m * ldc, K, lds, ldc, m ? 0 : ahead); break;
+            case {{rows}}: {{kernel_name}}_rows<{{rows}}, accum>(groups + m, M, B, scales, C + m * ldc, K, ldc, m == 0); break;
 {%- endfor %}
         }
         m += rows;
@@ -166,12 +167,10 @@ def _registered(inductor: Any, isa: Any, dtype: torch.dtype) -> Any:
             return f"Rounded<{inductor.DTYPE_TO_CPP[self.input_dtype]}> rounded;"
 
         def get_kernel_extra_args_declare(self) -> str:
-            return (
-                f"Rounded<{inductor.DTYPE_TO_CPP[self.input_dtype]}>& rounded, const at::BFloat16* __restrict__ scales, int64_t lds, int64_t start,"
-            )
+            return f"Rounded<{inductor.DTYPE_TO_CPP[self.input_dtype]}>& rounded, const at::BFloat16* __restrict__ scales, int64_t lds, int64_t block, int64_t start,"
 
         def get_kernel_extra_args(self, *, kernel: Any, qscale_and_zeros: Any, **more: Any) -> list[str]:
-            return ["rounded,", f"&({kernel.index(qscale_and_zeros, [0, 0, 0])}),", "2 * N,", "k_start,"]
+            return ["rounded,", f"&({kernel.index(qscale_and_zeros, [0, 0, 0])}),", "2 * N,", "nci,", "k_start,"]
 
         def is_woq_int4(self) -> bool:
             return True

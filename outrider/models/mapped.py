@@ -22,7 +22,7 @@ from outrider.core.cache import cache_folder, contents, draft_name, read_before,
 from outrider.core.errors import OutriderError
 from outrider.models.files import weight_files
 
-VERSION = 1  # of the ways to round and to lay out: raise it when a file of before must not be read
+VERSION = 2  # of the ways to round and to lay out: raise it when a file of before must not be read
 SPARE = 1.1  # times what is written must be free on the disk
 log = logging.getLogger("outrider")
 

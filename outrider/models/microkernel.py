@@ -38,10 +38,12 @@ struct Floats {
     __attribute__((noinline)) void make(const at::BFloat16* A, int64_t M, int64_t K, int64_t lda) {
         using V = at::vec::Vectorized<float>;
         static thread_local std::vector<float> held;
-        if (M != rows || A < of || A + K > of + lda) of = A, rows = M, made = 0, step = std::max(lda, K);  // other rows
+        // Other rows. Of a single one nobody says how long it is: there is no stride
+        if (M != rows || A < of || A > of + made || (M > 1 && A + K > of + lda)) of = A, rows = M, made = 0;
+        const int64_t all = A - of + K;
+        step = std::max(lda, all);
         if ((int64_t)held.size() < M * step) held.resize(M * step);
         to = held.data();
-        const int64_t all = A - of + K;
         for (int64_t m = 0; m < M; ++m) {
             int64_t k = made;
             for (V x; k + V::size() <= all; k += V::size()) at::vec::load_fp32_from_bf16(of + m * lda + k, x), x.store(to + m * step + k);

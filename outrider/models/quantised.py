@@ -66,19 +66,22 @@ def _rounded(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class FourBits(nn.Module):
-    """A linear layer in 4 bits: a weight is (number - 8) * scale + zero. blocks uint8 [outputs, inputs / 2] as the house's product reads them, packed the
-    same as torch's does, scales bfloat16 [inputs / 32, outputs, 2] for both; weight: as others read it. What is multiplied is rounded, too: by torch to
-    bfloat16, by the house to 8 bits, 32 inputs at a time. `built`: a step with the house's product is being built."""
+    """A linear layer in 4 bits: a weight is (number - 8) * scale + zero. blocks uint8 [outputs, inputs / 2] and scales bfloat16 [inputs / 32, outputs, 2]
+    as the house's product reads them, from end to end (that is the shape torch asks for, and not how they lie); packed and packed_scales the same as
+    torch's does; weight: as others read it. What is multiplied is rounded, too: by torch to bfloat16, by the house to 8 bits, 32 inputs at a time.
+    `built`: a step with the house's product is being built."""
 
     packed: Tensor
-    KEPT, READ = 9 / 8, 5 / 8  # packed is for eager steps alone
+    packed_scales: Tensor
+    KEPT, READ = 10 / 8, 5 / 8  # what is packed is for eager steps alone
 
     def __init__(self, linear: nn.Linear, held: dict[str, Tensor] | None = None) -> None:
         """held: what `rounded` made of it before."""
         super().__init__()
         held = held or self.rounded(linear)
         self.blocks, self.scales = (nn.Parameter(held[name], requires_grad=False) for name in ("blocks", "scales"))
-        self.register_buffer("packed", held["packed"], persistent=False)
+        for name in ("packed", "packed_scales"):
+            self.register_buffer(name, held[name], persistent=False)
         self.bias, self.dtype, self.built = linear.bias, linear.weight.dtype, False
 
     @staticmethod
@@ -88,13 +91,14 @@ class FourBits(nn.Module):
         for at in range(0, len(whole), PIECE):
             numbers[at : at + PIECE], scales[at : at + PIECE] = _rounded_by_group(whole[at : at + PIECE].float())
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
-        return {"blocks": _in_blocks(numbers), "scales": scales.transpose(0, 1).contiguous(), "packed": packed}
+        by_group = scales.transpose(0, 1).contiguous()
+        return {"blocks": _in_blocks(numbers), "scales": _beside_blocks(by_group), "packed": packed, "packed_scales": by_group}
 
     @property
     def weight(self) -> Tensor:
         """[outputs, inputs], in the dtype of the layer that it was: made when it is asked for."""
         numbers = _of_blocks(self.blocks).unflatten(1, (-1, GROUP))
-        scale, zero = self.scales.transpose(0, 1).float().split(1, -1)
+        scale, zero = _by_output(self.scales).float().split(1, -1)
         whole: Tensor = (numbers.float() - 8) * scale + zero
         return whole.flatten(1).to(self.dtype)
 
@@ -104,7 +108,7 @@ class FourBits(nn.Module):
         if self.built:
             out: Tensor = product(rows, self.blocks, MARK, self.scales)
         else:
-            out = product(rows.bfloat16(), self.packed, GROUP, self.scales).to(x.dtype)
+            out = product(rows.bfloat16(), self.packed, GROUP, self.packed_scales).to(x.dtype)
         out = out.view(*x.shape[:-1], len(self.blocks))
         return out if self.bias is None else out + self.bias
 
@@ -137,6 +141,17 @@ def _of_blocks(blocks: Tensor) -> Tensor:
     """The way back."""
     both = blocks.view(-1, blocks.shape[1] // 2, BLOCK // 2, 4)
     return torch.stack([both & 15, both >> 4], 1).transpose(2, 3).reshape(len(blocks), -1)
+
+
+def _beside_blocks(scales: Tensor) -> Tensor:
+    """[groups, outputs, 2], in the same shape as their blocks are read: by 16 outputs, by group. Lines of one page each, as far apart as a row of groups
+    is long, would drive one another out of the cache."""
+    return scales.view(len(scales), -1, BLOCK, 2).transpose(0, 1).reshape(scales.shape)
+
+
+def _by_output(scales: Tensor) -> Tensor:
+    """The way back, to [outputs, groups, 2]."""
+    return scales.view(-1, len(scales), BLOCK, 2).transpose(1, 2).reshape(scales.shape[1], len(scales), 2)
 
 
 def _rounded_by_group(whole: Tensor) -> tuple[Tensor, Tensor]:
