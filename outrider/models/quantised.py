@@ -145,8 +145,8 @@ def _of_blocks(blocks: Tensor) -> Tensor:
 
 def _beside_blocks(scales: Tensor) -> Tensor:
     """[groups, outputs, 2], in the same shape as their blocks are read: by 16 outputs, by group. Lines of one page each, as far apart as a row of groups
-    is long, would drive one another out of the cache."""
-    return scales.view(len(scales), -1, BLOCK, 2).transpose(0, 1).reshape(scales.shape)
+    is long, would drive one another out of the cache. Always a copy: of a single group both orders are one, and no file holds a tensor twice."""
+    return scales.view(len(scales), -1, BLOCK, 2).transpose(0, 1).clone(memory_format=torch.contiguous_format).view(scales.shape)
 
 
 def _by_output(scales: Tensor) -> Tensor:
