@@ -190,6 +190,36 @@ def test_a_package_that_was_faster_before_is_not_timed_again(fresh, monkeypatch,
     assert {own.threads for own in fresh().compiled.packages.values()} == {1} and placed == ["one", "prefill"], "more threads than there are"
 
 
+def test_who_waited_for_a_builder_has_threads_chosen_when_it_is_done(fresh, folder, cache, monkeypatch, two_threads):
+    """Beside it one thread is as quick as two; a start that found all has chosen once already."""
+    place, placed, aside = packages.recipe_of(folder).place(), [], cache / "aside"
+    aside.mkdir()
+    for file in place.iterdir():
+        file.rename(aside / file.name)
+
+    def choose(own: package.Package, *given: object, **more: object) -> None:
+        own.threads = 2 if placed.count(own.file.stem) else 1
+        placed.append(own.file.stem)
+
+    def build(_: float) -> None:
+        for file in [*aside.iterdir()][:1]:
+            file.rename(place / file.name)
+
+    monkeypatch.setattr(package.Package, "place", choose)
+    monkeypatch.setattr(compiled, "held", lambda *_: True)
+    monkeypatch.setattr(compiled.Compiled, "_start", lambda self: None)
+    monkeypatch.setattr(compiled.time, "sleep", build)
+    found = fresh().compiled
+    found.wait()
+    assert sorted(placed) == ["any", "any", "one", "one", "prefill"] and placed[-2:] in (["any", "one"], ["one", "any"])
+    assert [found.packages[shape].threads for shape in ("any", "one")] == [2, 2]
+    found.packages["any"].threads = 1
+    found.packages["any"].keep()
+    placed.clear()
+    fresh().compiled.wait()
+    assert placed == ["any"]
+
+
 @pytest.mark.parametrize("trouble", ["rebuilt", "another processor", "damaged", "of another kind", "never", "always"])
 def test_what_was_said_of_another_package_is_not_believed(fresh, monkeypatch, trouble):
     wide = fresh().compiled.packages["any"]

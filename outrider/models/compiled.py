@@ -36,7 +36,7 @@ from outrider.models.package import MANY, WIDE, Package, another, seconds_of_eac
 from outrider.models.quantised import inexact
 from outrider.models.step import Prefill, Step
 
-VERSION = 20  # of what is built here: raise it when a package of before must not be used
+VERSION = 21  # of what is built here: raise it when a package of before must not be used
 COMPILED = "compiled"  # the tier that records say
 WITHOUT = f"{COMPILED}:without-"  # the same, and what of it is slower than it might be
 PREFILL = "prefill"
@@ -276,9 +276,8 @@ class Compiled:
             if shape == PREFILL and "any" in self.packages:
                 self._share(package)
             package.keep()
-        elif shape in STEPS and package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
-            package.place(*given)
-            package.keep()
+        elif shape in STEPS:
+            package.place_again(*given)
         if package.note:
             if shape in STEPS:
                 self.tier = f"{WITHOUT}own-kernels"
@@ -349,11 +348,14 @@ class Compiled:
                 return False
         return True
 
+    @torch.inference_mode()
     def wait(self, strict: bool = False) -> None:
-        """Come back when all packages are there, or it is clear that they will not be. `strict` is the same here: `settle` chooses among them."""
+        """Come back when all packages are there, or it is clear that they will not be. Of those that were not, threads are chosen once more: a builder was
+        at work beside. `strict` is the same here: `settle` chooses among them."""
         end = time.monotonic() + WAIT
         self.look()
         self._start()
+        missing = set(STEPS) - self.packages.keys()
         while len(self.packages) < len(self.shapes) and self.reason == "eager:building":
             if time.monotonic() > end:
                 raise OutriderError(f"steps of {self.recipe.folder} are not built after {WAIT} s", str(self.folder), "compile='off'")
@@ -364,6 +366,8 @@ class Compiled:
                 return
             time.sleep(POLL)
             self.look()
+        for shape in missing & self.packages.keys():
+            self.packages[shape].place_again(*self._given(COLUMNS[shape]))
 
 
 @functools.cache

@@ -94,6 +94,7 @@ __attribute__((noinline)) void {{kernel_name}}_rows(
                 _Pragma("GCC unroll 2") for (int c = 0; c < 2; ++c) {
                     const __m256i two = _mm256_maddubs_epi16(b[c], a);
                     dot[r][c] = q ? _mm256_add_epi16(dot[r][c], two) : two;
+                    asm("" : "+x"(dot[r][c]));  // added up at once: GCC would keep products in memory and add them later
                 }
             }
         }
