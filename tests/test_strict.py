@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from contracts import random_draft, request
+from contracts import always, random_draft, request
 from tiny import tiny_folder, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +47,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {"target": tiny_folder(root / "target"), "draft": tiny_folder(root / "draft", jitter=0.02)}
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=always(1, ["bfloat16", "float32"]))
 def rt(request, folders) -> outrider.Runtime:
     """A strict runtime with both drafters; tests choose the plan."""
     made = outrider.load(folders["target"], ["lookup", f"model:{folders['draft']}"], strict=True, dtype=request.param, compile="off", rows=3)
