@@ -190,34 +190,41 @@ def test_a_package_that_was_faster_before_is_not_timed_again(fresh, monkeypatch,
     assert {own.threads for own in fresh().compiled.packages.values()} == {1} and placed == ["one", "prefill"], "more threads than there are"
 
 
-def test_who_waited_for_a_builder_has_threads_chosen_when_it_is_done(fresh, folder, cache, monkeypatch, two_threads):
-    """Beside it one thread is as quick as two; a start that found all has chosen once already."""
-    place, placed, aside = packages.recipe_of(folder).place(), [], cache / "aside"
+@pytest.mark.parametrize("end", ["all are built", "its builder is gone"])
+@pytest.mark.parametrize("begun", [0, 2])
+def test_what_was_chosen_beside_a_builder_is_chosen_again(fresh, folder, cache, monkeypatch, two_threads, begun: int, end: str):
+    """One thread is as quick as two there, which also says how texts are read and who serves single tokens; some were built before the wait, and a builder
+    may die before the last. A start that finds all has chosen once already."""
+    place, done, aside = packages.recipe_of(folder).place(), [], cache / "aside"
     aside.mkdir()
-    for file in place.iterdir():
-        file.rename(aside / file.name)
+    for shape in SHAPES[begun:]:
+        (place / f"{shape}.pt2").rename(aside / f"{shape}.pt2")
+    last, weigh = 1 if end == "its builder is gone" else 0, compiled.Compiled._weigh
 
     def choose(own: package.Package, *given: object, **more: object) -> None:
-        own.threads = 2 if placed.count(own.file.stem) else 1
-        placed.append(own.file.stem)
+        own.threads = 2 if own.file.stem in done else 1
+        done.append(own.file.stem)
 
     def build(_: float) -> None:
-        for file in [*aside.iterdir()][:1]:
+        for file in sorted(aside.iterdir())[:1]:
             file.rename(place / file.name)
 
     monkeypatch.setattr(package.Package, "place", choose)
-    monkeypatch.setattr(compiled, "held", lambda *_: True)
+    monkeypatch.setattr(compiled, "held", lambda *_: len([*aside.iterdir()]) > last)
     monkeypatch.setattr(compiled.Compiled, "_start", lambda self: None)
+    monkeypatch.setattr(compiled.Compiled, "_weigh", lambda self: done.append("weighed") or weigh(self))
     monkeypatch.setattr(compiled.time, "sleep", build)
     found = fresh().compiled
     found.wait()
-    assert sorted(placed) == ["any", "any", "one", "one", "prefill"] and placed[-2:] in (["any", "one"], ["one", "any"])
-    assert [found.packages[shape].threads for shape in ("any", "one")] == [2, 2]
-    found.packages["any"].threads = 1
-    found.packages["any"].keep()
-    placed.clear()
-    fresh().compiled.wait()
-    assert placed == ["any"]
+    shapes = list(found.packages)
+    assert len(shapes) == len(SHAPES) - last and {own.threads for own in found.packages.values()} == {2}
+    assert done[-len(shapes) - 1 :] == [*shapes, "weighed"] and len(done) == 2 * len(shapes) + 2
+    if not last:
+        found.packages["any"].threads = 1
+        found.packages["any"].keep()
+        done.clear()
+        fresh().compiled.wait()
+        assert done == ["any", "weighed"]
 
 
 @pytest.mark.parametrize("trouble", ["rebuilt", "another processor", "damaged", "of another kind", "never", "always"])

@@ -276,8 +276,9 @@ class Compiled:
             if shape == PREFILL and "any" in self.packages:
                 self._share(package)
             package.keep()
-        elif shape in STEPS:
-            package.place_again(*given)
+        elif shape in STEPS and package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
+            package.place(*given)
+            package.keep()
         if package.note:
             if shape in STEPS:
                 self.tier = f"{WITHOUT}own-kernels"
@@ -318,12 +319,17 @@ class Compiled:
         """Nobody waits: how many threads serve best is asked again now and then, ever more seldom, but not while others want the processors. A machine
         that was busy for a moment at load would be served by one thread for good."""
         if self.packages and time.monotonic() - self.placed >= self.trusted and contention.most == ALL:
-            for shape, package in self.packages.items():
-                package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
-                if shape == PREFILL and "any" in self.packages:
-                    self._share(package)
-                package.keep()
-            self.placed, self.trusted = time.monotonic(), min(2 * self.trusted, SELDOM)
+            self._place()
+            self.trusted = min(2 * self.trusted, SELDOM)
+
+    def _place(self) -> None:
+        """Choose how many threads serve each, and what hangs on that."""
+        for shape, package in self.packages.items():
+            package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
+            if shape == PREFILL and "any" in self.packages:
+                self._share(package)
+            package.keep()
+        self.placed = time.monotonic()
 
     def settle(self) -> None:
         """Stay for good with what is there now, for every shape the same: the wide package, or eager steps. Texts are read eagerly. Threads stay, too,
@@ -350,24 +356,27 @@ class Compiled:
 
     @torch.inference_mode()
     def wait(self, strict: bool = False) -> None:
-        """Come back when all packages are there, or it is clear that they will not be. Of those that were not, threads are chosen once more: a builder was
-        at work beside. `strict` is the same here: `settle` chooses among them."""
+        """Come back when all packages are there, or it is clear that they will not be. Where there was anything to wait for, what was found out beside a
+        builder is found out again. `strict` is the same here: `settle` chooses among them."""
         end = time.monotonic() + WAIT
         self.look()
         self._start()
-        missing = set(STEPS) - self.packages.keys()
+        beside = False
         while len(self.packages) < len(self.shapes) and self.reason == "eager:building":
             if time.monotonic() > end:
                 raise OutriderError(f"steps of {self.recipe.folder} are not built after {WAIT} s", str(self.folder), "compile='off'")
+            beside = True
             if not held(BUILDER, self.folder):  # its builder is gone: what is there now is all there will be
                 self.look()
                 if len(self.packages) < len(self.shapes) and self.reason == "eager:building":
                     self.reason = "eager:builder-died"
-                return
+                break
             time.sleep(POLL)
             self.look()
-        for shape in missing & self.packages.keys():
-            self.packages[shape].place_again(*self._given(COLUMNS[shape]))
+        if beside:
+            self._place()
+            if self.packages.keys() >= set(STEPS):
+                self._weigh()
 
 
 @functools.cache

@@ -58,8 +58,7 @@ struct Rounded {
     }
     __attribute__((noinline)) void make(const T* A, int64_t M, int64_t K, int64_t lda) {
         static thread_local std::vector<Group> held;
-        // Other rows. Of a single one nobody says how long it is: there is no stride
-        if (M != rows || A < of || A > of + made || (M > 1 && A + K > of + lda)) of = A, rows = M, made = 0;
+        if (M != rows || A < of || A > of + made) of = A, rows = M, made = 0;  // other rows, or far ahead: of a single one no stride says how long it is
         const int64_t all = A - of + K;
         if ((int64_t)held.size() < all / {{group}} * M) held.resize(all / {{group}} * M);
         to = held.data();

@@ -38,8 +38,7 @@ struct Floats {
     __attribute__((noinline)) void make(const at::BFloat16* A, int64_t M, int64_t K, int64_t lda) {
         using V = at::vec::Vectorized<float>;
         static thread_local std::vector<float> held;
-        // Other rows. Of a single one nobody says how long it is: there is no stride
-        if (M != rows || A < of || A > of + made || (M > 1 && A + K > of + lda)) of = A, rows = M, made = 0;
+        if (M != rows || A < of || A > of + made) of = A, rows = M, made = 0;  // other rows, or far ahead: of a single one no stride says how long it is
         const int64_t all = A - of + K;
         step = std::max(lda, all);
         if ((int64_t)held.size() < M * step) held.resize(M * step);

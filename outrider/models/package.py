@@ -82,12 +82,6 @@ class Package:
         if cost[-1] <= LATE * cost[0] + HELD:  # else others want the processors, which is not for good
             self.threads = counts[cost.index(min(cost))]
 
-    def place_again(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> None:
-        """Once more, where it has fewer threads than there are: a moment in which the machine was busy would be believed for good."""
-        if self.threads < torch.get_num_threads():
-            self.place(table, read, rows)
-            self.keep()
-
     def recalled(self) -> bool:
         """Was this very file found worth having on this very processor before? Then its threads are what they were, and what else was found."""
         try:

@@ -166,7 +166,7 @@ def _assumed(part: Drafter, target_bytes: int) -> float:
 
 
 def _wait(made: list[Any], strict: bool) -> None:
-    """Until their compiled steps are there; those of different models are built side by side. The first is the target, which is `strict` or not."""
+    """Until their compiled steps are there, one model after the other. The first is the target, which is `strict` or not."""
     for i, model in enumerate(made):
         if getattr(model, "compiled", None) is not None:
             model.compiled.wait(strict=strict and i == 0)
