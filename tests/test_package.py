@@ -16,6 +16,7 @@ from test_pages import flags_of, linux
 from outrider.core.types import Draft
 from outrider.models import compiled, package
 from outrider.models.compiled import SHAPES
+from outrider.models.contention import Contention
 from outrider.models.step import Prefill
 
 even, folder, builder, built = packages.even, packages.folder, packages.builder, packages.built
@@ -164,7 +165,8 @@ def test_what_is_compared_is_timed_in_turn(monkeypatch):
 
 
 @pytest.fixture
-def two_threads():
+def two_threads(monkeypatch):
+    monkeypatch.setattr(package, "contention", Contention())  # a busy machine would leave the process with fewer
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
