@@ -49,7 +49,8 @@ bench-wide: $(VENV)/ready native
 # The same tables on a CUDA GPU, with the energy that its driver counts and how often a step waits for it, into docs/results/gpu.
 bench-gpu: $(VENV)/ready native
 	$(PIP) install -q "nvidia-ml-py"
-	$(BIN)/outrider bench speed --device cuda --out docs/results/gpu
+	$(BIN)/outrider bench speed --device cuda --out docs/results/gpu --contenders "stock plain,stock assisted 5,stock assisted dynamic,stock lookup,ours plain,ours lookup,ours model,ours lookup+model,ours plain again"
+	$(BIN)/outrider bench speed --device cuda --out docs/results/gpu --name speed-fewer-bits --contenders "ours plain,ours own int8 copy,ours plain int8,ours plain again"
 	$(BIN)/outrider bench schedule --device cuda --rounds 2 --out docs/results/gpu
 	$(BIN)/outrider bench synthetic --device cuda --shape 8b --compile --contexts 128,2048,8192 --out docs/results/gpu
 

@@ -209,6 +209,13 @@ def test_a_device_that_is_not_there(folders, monkeypatch):
     refused(lambda: outrider.load(folders["target"], [], device="cuda"), "device 'cuda' is not there", "device='cpu'")
 
 
+@pytest.mark.parametrize(("asked", "current"), [("cuda:1", 0), ("cuda:2", 2), ("cuda", 1)])
+def test_a_device_that_threads_do_not_begin_with(folders, monkeypatch, asked, current):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    refused(lambda: outrider.load(folders["target"], [], device=asked), f"device '{asked}' is not the first", "CUDA_VISIBLE_DEVICES")
+
+
 @pytest.mark.parametrize(
     "drafter, words", [("lokup", ["unknown drafter 'lokup'", "'lookup'"]), ("modle:x", ["'model'"]), ("model", ["needs a model", "model:PATH"])]
 )

@@ -1,5 +1,8 @@
 """A step that fails loses nothing and spoils nothing: the texts beside it and after it are those of plain decoding."""
 
+import contextlib
+import sys
+
 import pytest
 import torch
 from contracts import plain, recompute, request, run
@@ -261,6 +264,36 @@ def test_whose_end_was_interrupted_is_written_no_more(monkeypatch):
     while seqs[1].finish_reason is None:
         engine.step()
     assert [len(s.generated) for s in seqs] == [2, 6] and seqs[0].finish_reason == "stop" and not engine.batcher.running
+
+
+class Interrupted:
+    """Ctrl-C at the n-th call of one of our functions, where Python looks for it."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.calls = n, 0
+
+    def __call__(self, frame, event, arg):
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("outrider."):
+            self.calls += 1
+            if self.calls == self.n:
+                raise KeyboardInterrupt
+
+
+def test_wherever_an_interruption_comes_rows_and_texts_are_there(monkeypatch):
+    """At every call of three requests on two rows, from the first one's beginning to the last one's end: they go on, and so do later ones."""
+    asked = [request([1, 2, 3], "a", max_tokens=2), request([2, 3], "b", max_tokens=1), request([3, 1], "c", max_tokens=1)]
+    want, at = [plain(ToyModel(9, 1), [one])[0] for one in asked], Interrupted(0)
+    target, small = ToyModel(9, 1, rows=2), ToyModel(9, 1, rows=2, name="small")
+    engine = Engine(target, {"small": ModelDrafter(small, "small", 9)}, fixed(Plan((("small", 2, 1),))), 2)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # some come where Python cannot raise them: in generators that it closes
+    while at.calls >= at.n:
+        at, seqs = Interrupted(at.n + 1), [engine.submit(one) for one in asked]
+        while any(s.finish_reason is None for s in seqs) or engine.batcher.running:
+            sys.setprofile(at)
+            with contextlib.suppress(KeyboardInterrupt):
+                engine.step()
+            sys.setprofile(None)
+        assert [s.generated for s in seqs] == want and target.rows.active == small.rows.active == 0, f"call {at.n}"
 
 
 def test_an_interruption_is_nobodys_fault(monkeypatch):

@@ -71,6 +71,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Again)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(graphed, "join", lambda step, rows: step)
     return serve
 
@@ -353,6 +354,44 @@ def test_a_capture_that_fails_leaves_the_model_eager(how, graphs, monkeypatch):
     seq = run(Engine(target, {}, fixed(Plan()), 1), [asked])[0]
     assert seq.generated == plain(pair()[0], [asked])[0]
     assert target.compiled.reason == "eager:capture-failed" == seq.records[-1].tiers["target"] and not target.compiled.graphs
+
+
+def test_a_capture_that_fails_leaves_the_usual_stream(graphs, monkeypatch):
+    """torch ends a capture before it leaves its stream: one that cannot be ended is left there."""
+    current = ["usual"]
+
+    @contextmanager
+    def capture(graph, pool=None):
+        current.append("of the capture")
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextmanager
+    def stream(asked):
+        before = current.copy()
+        try:
+            yield
+        finally:
+            current[:] = before
+
+    model = graphs(pair()[0])
+    for name, played in (("graph", capture), ("stream", stream), ("current_stream", lambda: current[-1])):
+        monkeypatch.setattr(torch.cuda, name, played)
+    asked = request(LOOP, max_tokens=6)
+    seq = run(Engine(model, {}, fixed(Plan()), 1), [asked])[0]
+    assert model.compiled.reason == "eager:capture-failed" and current == ["usual"]
+    assert seq.generated == plain(pair()[0], [asked])[0]
+
+
+def test_rows_that_cannot_be_told_apart_leave_the_model_its_own_kernels(graphs, monkeypatch):
+    def refuses(rows):
+        raise BufferError("Can't export tensors on a different CUDA device index")
+
+    model = graphs(pair()[0])
+    monkeypatch.setattr(graphed, "apart", refuses)
+    asked = request(LOOP, max_tokens=6)
+    assert run(Engine(model, {}, fixed(Plan()), 1), [asked])[0].generated == plain(pair()[0], [asked])[0]
+    assert model.compiled.graphs and not model.compiled.better
 
 
 def test_what_one_graph_has_written_outlives_the_next(monkeypatch):

@@ -272,11 +272,14 @@ def test_good_values_are_kept():
 
 
 def test_threads_are_chosen_again_when_nobody_waits_ever_more_seldom(monkeypatch):
-    """Who loads while the machine is busy for a moment is not served by one thread for good; who is strict keeps what it began with."""
-    now, asked = [100.0], []
+    """Who loads while the machine is busy for a moment is not served by one thread for good; who is strict keeps what it began with. Who serves single
+    tokens hangs on threads, and is asked with them."""
+    now, asked, weighed = [100.0], [], []
     monkeypatch.setattr(compiled.time, "monotonic", lambda: now[0])
     served = compiled.Compiled.__new__(compiled.Compiled)
     served.packages = {"any": SimpleNamespace(place=lambda *given, patience: asked.append((now[0], patience)), keep=lambda: None, independent=False)}
+    served.packages["one"] = SimpleNamespace(place=lambda *given, patience: None, keep=lambda: None)
+    served._weigh = lambda: weighed.append(now[0])
     served.placed, served.trusted, served.reason, served.look, served._start = 100.0, compiled.SOON, "", lambda: None, lambda: None
     served._given = lambda shape: (shape,)
     for _ in range(5000):
@@ -284,6 +287,7 @@ def test_threads_are_chosen_again_when_nobody_waits_ever_more_seldom(monkeypatch
         now[0] += 1.0
     times = [at - 100 for at, _ in asked]
     assert times[:5] == [2, 6, 14, 30, 62] and times[-1] - times[-2] == compiled.SELDOM and {patience for _, patience in asked} == {compiled.BRIEF}
+    assert weighed == [at for at, _ in asked]
     served.settle()
     now[0] += 1e9
     served.rest()

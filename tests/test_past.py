@@ -152,7 +152,7 @@ def test_a_second_process_begins_with_what_the_first_one_lost() -> None:
     rested = [r.reason for r in drive(of, second)[0]]
     assert set(rested) == {"off:resting"}
     two = merged({"past": {"looks": [8, -1.0]}}, {"past": {"looks": [12, -2.0]}}, {"past": {"looks": [4, -1.0]}})["past"]["looks"]
-    assert two == [16, pytest.approx(-1.5)], "two processes that learned at once are both heard"
+    assert two == [16, pytest.approx(-1.75)], "two processes that learned at once are both heard"
     assert first_one.tables.past.looks <= MOST
     for kept in (state["past"], {"looks": [20, 0.0], "requests": [9, 0.3]}):
         assert Past(kept).state() == kept, "who learned nothing has nothing to write"

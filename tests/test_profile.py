@@ -160,16 +160,19 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(tmp_path):
     [
         ([4, 1.0], [6, 3.0], [0, 0.0], [10, 2.2]),
         ([4, 1.0], [6, 4.0], [4, 1.0], [6, 4.0]),  # they learned nothing
-        ([6, 1.0], [6, 4.0], [4, 1.0], [8, 1.75]),  # two observations of mine beside six of theirs
+        ([6, 1.0], [6, 4.0], [4, 1.0], [8, 3.25]),  # two observations of mine, of 10 each, beside six of theirs
         ([9, 1.0], [4, 1.0], [4, 1.0], [9, 1.0]),  # I learned nothing
         ([9, 1.0], [2, 5.0], [4, 1.0], [2, 5.0]),  # I measured anew
         ([1000, 1.0], [1000, 0.0], [1000, 1.0], [1000, 0.0]),  # I learned, and count no further
-        ([1000, 0.9], [1000, 0.1], [1000, 1.0], [1000, 0.5]),  # so did they
+        ([1000, 0.9], [1000, 0.1], [1000, 1.0], [1000, 0.1]),  # so did they, the same way
+        ([1000, 0.8], [1000, 0.3], [1000, 0.5], [1000, pytest.approx(0.6)]),  # and the other way
+        ([10300, 2.0], [10002, 1.04], [10000, 1.0], [10302, 2.0]),  # a mean that forgets: theirs followed what changed, two of mine do not undo it
+        ([3, 1.0], [105, 2.0], [100, 2.0], [8, pytest.approx(13 / 8)]),  # they measured anew
         ([1, 3.0], [1, 5.0], [1, 4.0], [1, 4.0]),
         ([0, 1.0], [0, 2.0], None, [0, 2.0]),
         ([4, 1.0, 8.0], [4, 3.0, 0.0], None, [8, 2.0, 4.0]),
         ({"a": [1, 1.0]}, {"b": [2, 2.0]}, {}, {"a": [1, 1.0], "b": [2, 2.0]}),
-        ({"a": {"b": [3, 1.0]}}, {"a": {"b": [4, 4.0]}}, {"a": {"b": [2, 1.0]}}, {"a": {"b": [5, 2.2]}}),
+        ({"a": {"b": [3, 1.0]}}, {"a": {"b": [4, 4.0]}}, {"a": {"b": [2, 1.0]}}, {"a": {"b": [5, 3.4]}}),
         ({"n": 12}, {"n": 15}, {"n": 10}, {"n": 17}),
         ({"n": 12}, {"n": 15}, {}, {"n": 27}),
         ({"x": 0.25}, {"x": 0.5}, {"x": 0.5}, {"x": 0.25}),
@@ -191,6 +194,18 @@ def test_what_one_unlearns_is_on_disk_though_another_wrote(tmp_path):
         mine = profile.save(file, MARK, {"cell": [1000, 0.1 / 2**n], "seen": [1, 2.0]}, mine)
     there = profile.load(file, MARK)
     assert there["cell"][0] == 1000 and there["cell"][1] < 0.01 and there["seen"] == [1, 2.0]
+
+
+def test_two_writers_of_means_that_forget_follow_what_changed_together(tmp_path):
+    """A cost curve, a log-weight and a gradient's weights forget, and their counts have no most: what both have come to believe is in the file."""
+    file, told = tmp_path / "p.json", []
+    start = {"cell": [10_000, 1.0]}
+    own = [profile.save(file, MARK, start, {}), json.loads(json.dumps(start))]
+    for n in range(1, 21):
+        for writer in range(2):
+            own[writer] = profile.save(file, MARK, {"cell": [10_000 + 100 * n, 2.0 - 0.13**n]}, own[writer])
+            told.append(profile.load(file, MARK)["cell"])
+    assert told[-1] == [14_000, pytest.approx(2.0, abs=1e-6)] and all(1.8 < mean <= 2.0 for _, mean in told)
 
 
 def test_means_of_two_who_began_with_nothing_are_those_of_all_they_saw(tmp_path):

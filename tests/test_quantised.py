@@ -62,6 +62,11 @@ def test_the_product_is_that_of_the_rounded_weights(near: bool, shape: tuple[int
     assert got.shape == (*shape[:-1], 33) and torch.allclose(got.double(), want, atol=1e-5)
 
 
+def test_integers_lie_where_their_layer_lies() -> None:
+    layer = QuantisedLinear(nn.Linear(64, 33, device="meta", dtype=torch.bfloat16))
+    assert layer.turned.device == layer.scale.device == torch.device("meta")
+
+
 def test_large_inputs_overflow_nowhere_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of weights before they are scaled would."""
     torch.manual_seed(3)

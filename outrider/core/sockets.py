@@ -33,7 +33,7 @@ class Model(Protocol):
         """A step of these failed, wherever it was: forget what it scored, keep what was committed before."""
 
     def close(self, seq: Sequence) -> None:
-        """Give the room back; what is cached may serve a later prefix."""
+        """Give the room back, if it has any; what is cached may serve a later prefix."""
 
     def view(self, layers: tuple[int, ...]) -> "Model":
         """This model made of some of its layers, on the same cache; its own writes are scratch."""
@@ -71,7 +71,8 @@ class Drafter(Protocol):
     def observe(self, seqs: list[Sequence], draft: Draft, outcome: Outcome) -> None:
         """Called after every commit, also when others drafted or nobody did. Records, computes nothing."""
 
-    def end(self, seq: Sequence) -> None: ...
+    def end(self, seq: Sequence) -> None:
+        """A request ended. It may have ended before, or its `begin` have been interrupted: then there is less to forget."""
 
 
 class Rule(Protocol):

@@ -148,8 +148,8 @@ def _turn(file: Path) -> Iterator[None]:
 
 def merged(theirs: Any, mine: Any, base: Any) -> Any:
     """`theirs` and what `mine` added to `base`. A whole number is a count. A list is numbers that begin with how many
-    observations they stand for; the rest of it is averaged by these. Counts have a most: where both learned and neither counts
-    more, both are worth the same; what counts less than before was measured anew, and stands."""
+    observations they stand for; what `mine` added to their sum is added to that of `theirs`. The mean lies between the two: counts may have a most, and
+    means forget, so sums do not tell all. What counts less than before was measured anew, and stands."""
     if mine == base:
         return theirs
     if isinstance(mine, dict):
@@ -162,11 +162,13 @@ def merged(theirs: Any, mine: Any, base: Any) -> Any:
         and len(mine) == len(theirs)
         and all(isinstance(x, (int, float)) for x in [*mine, *theirs])
     ):
-        added = mine[0] - (base[0] if isinstance(base, list) and base else 0)
-        if theirs == base or added < 0:
+        old = base if isinstance(base, list) and len(base) == len(mine) else [0] * len(mine)
+        added = mine[0] - old[0]
+        total = theirs[0] + added
+        if theirs == base or added < 0 or total <= 0:
             return mine
-        weight = added or theirs[0] or 1
-        return [theirs[0] + added, *((a * theirs[0] + b * weight) / (theirs[0] + weight) for a, b in zip(theirs[1:], mine[1:], strict=True))]
+        sums = [(theirs[0] * a + mine[0] * b - old[0] * c) / total for a, b, c in zip(theirs, mine, old, strict=True)][1:]
+        return [total, *(min(max(x, min(a, b)), max(a, b)) for x, a, b in zip(sums, theirs[1:], mine[1:], strict=True))]
     if type(mine) is type(theirs) is int:  # a bare count
         return theirs + max(mine - (base if type(base) is int else 0), 0)
     return mine

@@ -314,7 +314,6 @@ class Compiled:
         wide, (whole, most, last) = self.packages["any"], [self._given(width) for width in (unread, unread - 1, 1)]
         return lambda: wide(*whole), lambda: (reader(*most), wide(*last))
 
-    @torch.inference_mode()
     def rest(self) -> None:
         """Nobody waits: how many threads serve best is asked again now and then, ever more seldom, but not while others want the processors. A machine
         that was busy for a moment at load would be served by one thread for good."""
@@ -322,6 +321,7 @@ class Compiled:
             self._place()
             self.trusted = min(2 * self.trusted, SELDOM)
 
+    @torch.inference_mode()
     def _place(self) -> None:
         """Choose how many threads serve each, and what hangs on that."""
         for shape, package in self.packages.items():
@@ -329,6 +329,8 @@ class Compiled:
             if shape == PREFILL and "any" in self.packages:
                 self._share(package)
             package.keep()
+        if self.packages.keys() >= set(STEPS):
+            self._weigh()
         self.placed = time.monotonic()
 
     def settle(self) -> None:
@@ -354,7 +356,6 @@ class Compiled:
                 return False
         return True
 
-    @torch.inference_mode()
     def wait(self, strict: bool = False) -> None:
         """Come back when all packages are there, or it is clear that they will not be. Where there was anything to wait for, what was found out beside a
         builder is found out again. `strict` is the same here: `settle` chooses among them."""
@@ -375,8 +376,6 @@ class Compiled:
             self.look()
         if beside:
             self._place()
-            if self.packages.keys() >= set(STEPS):
-                self._weigh()
 
 
 @functools.cache

@@ -153,7 +153,8 @@ class Graphs:
         if not self.graphs:  # memory goes with the last graph that it was of, and one that failed was such a one
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        usual = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own stream current
+        with usual, torch.cuda.graph(graph, pool=self.pool):
             out = run(table, read, rows)
         graph.replay()
         off = float((out[0].float() - want.float()).square().mean().sqrt())
@@ -163,9 +164,9 @@ class Graphs:
 
     def _better(self, table: Tensor, read: Tensor, rows: list[Tensor], want: Tensor) -> Graph | None:
         """The graph of a better form than the step; None, and that form never again, where none serves."""
-        rows = apart(rows)
         for name, run in list(self.better.items()):
             try:
+                rows = apart(rows)
                 run(table, read, rows)  # code is made outside of the capture
                 return self._graph(run, table, read, rows, want)
             except Exception as failed:  # Inductor's and Triton's have many kinds

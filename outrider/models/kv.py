@@ -128,21 +128,24 @@ class Rows:
                 self.store.copy(best, row.index, 0, shared[best])
         row.text = list(prompt[: shared[best]])
         self.reused += shared[best]
-        self._exchange(row, self.all[self.active], self.active)
-        self.active += 1
         row.owner, row.base, row.scratch, row.skipped = seq, -1, {}, 0
-        seq.slots[self.name] = row
+        seq.slots[self.name] = row  # from here on `close` finds it, wherever an interruption comes
+        self._exchange(row, self.all[self.active], self.active + 1)
         return row
 
     def close(self, seq: Sequence) -> None:
-        """Free the row of `seq`; its text stays for reuse. The last row in use takes its index."""
-        row = self.of(seq)
-        self._forget(row)
-        last = self.all[self.active - 1]
+        """Free the row of `seq`, if it has one; its text stays for reuse. The last row in use takes its index. What was interrupted is done by the next
+        call."""
+        row: Row | None = seq.slots.get(self.name)
+        if row is None:
+            return
+        if row.owner is seq:  # else somebody has it by now
+            self._forget(row)
+            if row.index < self.active:
+                self._exchange(row, self.all[self.active - 1], self.active - 1)
+            self.clock += 1
+            row.owner, row.base, row.scratch, row.used = None, -1, {}, self.clock
         del seq.slots[self.name]
-        self.clock += 1
-        row.owner, row.base, row.scratch, row.used = None, -1, {}, self.clock
-        self._exchange(row, last, self.active - 1)
 
     def _exchange(self, a: Row, b: Row, active: int) -> None:
         """Let two rows change places, of which `active` are in use from then on. While memory is moved neither has a text: an interruption costs

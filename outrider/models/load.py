@@ -69,6 +69,10 @@ def pick_device(name: str) -> torch.device:
         raise OutriderError(f"device '{name}' is not known", "", "auto, cpu or cuda") from bad
     if device.type == "cuda" and not torch.cuda.is_available():
         raise OutriderError(f"device '{name}' is not there", "torch sees no CUDA GPU", "device='cpu', or a GPU build of torch")
+    if device.type == "cuda" and (
+        device.index or torch.cuda.current_device()
+    ):  # CUDA graphs are of a thread's current one, and threads begin with the first
+        raise OutriderError(f"device '{name}' is not the first that this process has", "", "CUDA_VISIBLE_DEVICES=1, or whichever, and device='cuda'")
     return device
 
 

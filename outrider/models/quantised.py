@@ -37,7 +37,7 @@ class QuantisedLinear(nn.Module):
     @staticmethod
     def rounded(linear: nn.Linear) -> dict[str, Tensor]:
         whole = linear.weight.detach()
-        rounded, scale = torch.empty(whole.shape, dtype=torch.int8), torch.empty(len(whole), dtype=whole.dtype)
+        rounded, scale = whole.new_empty(whole.shape, dtype=torch.int8), whole.new_empty(len(whole))
         for at in range(0, len(whole), PIECE):
             rounded[at : at + PIECE], scale[at : at + PIECE] = _rounded(whole[at : at + PIECE].float(), whole.dtype)
         return {"rounded": rounded, "scale": scale}

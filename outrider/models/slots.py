@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from outrider.core.noise import races
+from outrider.core.noise import brought, races
 from outrider.core.sampling import within
 from outrider.models.kv import slots_for
 
@@ -145,12 +145,15 @@ class SlotCache:
         index = torch.tensor(sources)
         for block in self.blocks:
             slots = block[:, row]
-            slots[:, :, start : start + len(sources)] = slots.index_select(2, index.to(block.device))
+            slots[:, :, start : start + len(sources)] = slots.index_select(2, brought(index, block.device))
 
     @torch.inference_mode()
     def swap(self, a: int, b: int, stop: int) -> None:
+        pair = torch.tensor([a, b])
         for block in self.blocks:
-            block[:, [a, b], :, :stop] = block[:, [b, a], :, :stop]
+            here = brought(pair, block.device)
+            for part in block:  # one by one: two whole rows may be large
+                part[here, :, :stop] = part[here.flip(0), :, :stop]
 
     @torch.inference_mode()
     def broken(self, row: int) -> bool:

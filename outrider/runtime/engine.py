@@ -64,9 +64,14 @@ class Engine:
 
     def cancel(self, seq: Sequence) -> None:
         """End a request now, whatever it was doing, and free its row; harmless when it has ended."""
-        running, seq.finish_reason = self.batcher.drop(seq), seq.finish_reason or "cancelled"
-        if running:
-            self._close(seq)
+        seq.finish_reason = seq.finish_reason or "cancelled"
+        try:
+            if seq in self.batcher.running:
+                self._close(seq)
+        except Exception:
+            self.batcher.drop(seq)  # what failed would fail again; what was interrupted is done by the next step
+            raise
+        self.batcher.drop(seq)
 
     def step(self) -> list[Sequence]:
         """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done."""
@@ -102,12 +107,12 @@ class Engine:
                     model.rest()
 
     def _open(self, seq: Sequence) -> None:
-        self.target.open(seq)
         begun: list[Drafter] = []
         try:
+            self.target.open(seq)
             for drafter in self.drafters.values():
+                begun.append(drafter)  # an interruption may come anywhere in what follows
                 drafter.begin(seq)
-                begun.append(drafter)
         except BaseException:
             _all([*[partial(drafter.end, seq) for drafter in begun], partial(self.target.close, seq)])
             raise
@@ -154,13 +159,14 @@ class Engine:
     def _settings(self, seqs: list[Sequence]) -> Settings:
         """Those of the batch, and what code may take for granted of it: looked at anew only when its members change."""
         if self.settings is None or self.settings.seqs != seqs:
-            made = self.settings = self.read(list(seqs))
+            made, self.settings = self.read(list(seqs)), None
             drawn = [s.request.rule for s, greedy in zip(seqs, made.greedy, strict=True) if not greedy]
             self.rule, self.requests = drawn[0] if drawn else "greedy", tuple([s.request.id for s in seqs])
             one, self.picky, self.narrow = len(seqs) == 1, any(s.request.drafters is not None for s in seqs), None
             self.facts = _facts(one=one, free=(one or not self.picky) and all(s.request.limits.nothing for s in seqs), raw=made.raw)
             self.heard = [part for name, part in self.drafters.items() if any(allowed(s, name) for s in seqs)]
             self.off = bool(self.drafters) and not self.heard
+            self.settings = made  # the last: what else is known of a batch is known where this is
         return self.settings
 
     def _narrowed(self, seqs: list[Sequence], plan: Plan, reason: str) -> tuple[Plan, str]:
