@@ -255,6 +255,10 @@ BAD = [
     ({"temprature": 1}, ["unknown setting 'temprature'", "'temperature'"]), ({"max_token": 1}, ["'max_tokens'"]),
     ({"rule": "couplet"}, ["unknown rule 'couplet'", "'coupled'"]), ({"speculation": "on"}, ["speculation='on'", "auto, off"]),
     ({"speculation": ["lookup", "mode"]}, ["'mode'", "model"]),
+    ({"frequency_penalty": 1e39}, ["frequency_penalty=1e+39", "-1e9..1e9"]), ({"presence_penalty": -1e10}, ["presence_penalty", "-1e9..1e9"]),
+    ({"repetition_penalty": 1e-40}, ["repetition_penalty=1e-40", "0.001..1000"]), ({"repetition_penalty": 1e4}, ["0.001..1000"]),
+    ({"logit_bias": {5: 1e39}}, ["logit_bias={5: 1e+39}", "-1e9..1e9"]), ({"logit_bias": {5: -2e9}}, ["logit_bias", "-1e9..1e9"]),
+    ({"temperature": 1e300}, ["temperature=1e+300", "1000"]), ({"top_p": 1e-50}, ["top_p=1e-50"]), ({"top_k": 10**20}, ["top_k=1", "vocabulary"]),
 ]  # fmt: skip
 
 
@@ -264,6 +268,24 @@ def test_settings_of_a_request_and_the_runtime_goes_on(rt, settings, words):
     refused(lambda: list(rt.stream("sea", **{"max_tokens": 8, **settings})), *words)
     assert len(rt.generate("sea", max_tokens=3, ignore_eos=True).tokens) == 3
     assert not rt.engine.batcher.waiting and rt.engine.target.rows.active == 0
+
+
+EXTREME = [
+    {"presence_penalty": 1e9, "frequency_penalty": 1e9, "repetition_penalty": 1e3, "logit_bias": {5: -1e9, 6: 1e9}},
+    {"presence_penalty": -1e9, "frequency_penalty": -1e9, "repetition_penalty": 1e-3, "logit_bias": {5: 1e9}, "top_k": 2**31 - 1},
+    {"top_p": 1e-9, "min_p": 1.0, "logit_bias": {5: -1e9}},
+]
+
+
+@pytest.mark.parametrize("settings", EXTREME, ids=["penalised", "rewarded", "the likeliest alone"])
+@pytest.mark.parametrize("warmth", [{}, {"temperature": 1e-3}, {"temperature": 1e3, "seed": 3}, {"temperature": 1e3, "min_tokens": 20}], ids=str)
+def test_the_largest_numbers_that_are_let_in_fail_nobody(rt, settings, warmth):
+    alone = rt.generate("sea", max_tokens=20, ignore_eos=True).tokens
+    asked = [rt.request("sea", max_tokens=20, **how) for how in ({"ignore_eos": True}, {**settings, **warmth, "stop_token_ids": [9]})]
+    seqs = [rt.engine.submit(request) for request in asked]
+    while any(s.finish_reason is None for s in seqs):
+        rt.engine.advance(seqs)
+    assert seqs[0].generated == alone and {s.finish_reason for s in seqs} <= {"stop", "length"}
 
 
 def test_an_object_of_settings_is_checked_too(rt):

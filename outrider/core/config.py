@@ -13,6 +13,7 @@ from outrider.core.types import Limits, SamplingParams
 
 RULES = ("exact", "coupled")
 QUANTISED = ("int8", "int4")
+LARGE = 1e9  # of a bias or penalty: what others write for "never", and far from the end of float32
 
 
 def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
@@ -49,16 +50,14 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
             _number(s, name)
     _must(s.seed is None or -(2**63) <= s.seed < 2**63, f"seed={s.seed} does not fit 64 bits", "a smaller seed")
     _must(s.temperature >= 0, f"temperature={s.temperature} is negative", "0 for greedy text, 0.7 to 1 for varied text")
-    _must(s.temperature == 0 or s.temperature >= 1e-3, f"temperature={s.temperature} is too small to divide by", "0, which is greedy")
     _must(s.top_k >= 0, f"top_k={s.top_k} is negative", "0 for all tokens")
     _must(0 < s.top_p <= 1, f"top_p={s.top_p} is outside (0, 1]", "1 for all tokens")
     _must(0 <= s.min_p <= 1, f"min_p={s.min_p} is outside [0, 1]", "0 for all tokens")
-    _must(s.repetition_penalty > 0, f"repetition_penalty={s.repetition_penalty} is not positive", "1 for none")
+    _fits_float32(s)
     _must(s.max_tokens >= 1, f"max_tokens={s.max_tokens} asks for no text", "1 or more")
     _must(0 <= s.min_tokens <= s.max_tokens, f"min_tokens={s.min_tokens} is outside 0..max_tokens={s.max_tokens}", "a smaller min_tokens")
     _must(s.logprobs is None or 0 <= s.logprobs <= 100, f"logprobs={s.logprobs} is outside 0..100", "0 for the emitted token alone")
     _must(all(isinstance(text, str) for text in s.stop), f"stop={s.stop!r} holds something that is no text", "strings, or stop_token_ids")
-    _must(all(math.isfinite(v) for _, v in s.logit_bias), f"logit_bias={dict(s.logit_bias)} holds a number that is not finite", "-100 to 100")
     _must(all(isinstance(t, int) for t in s.stop_token_ids), f"stop_token_ids={s.stop_token_ids!r} holds something that is no id", "token ids")
     _must(all(s.stop), "an empty stop string would end every text at once", "leaving it out")
     if s.rule is not None and s.rule not in RULES:
@@ -70,6 +69,18 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
             "ids from the target's tokenizer",
         )
     return s
+
+
+def _fits_float32(s: SamplingParams) -> None:
+    """What overflows in a step fails the rows beside it too. A text's penalties add up, and are divided by its temperature."""
+    _must(s.temperature == 0 or s.temperature >= 1e-3, f"temperature={s.temperature} is too small to divide by", "0, which is greedy")
+    _must(s.temperature <= 1e3, f"temperature={s.temperature} is more than 1000", "0.7 to 1 for varied text")
+    _must(s.top_k < 2**31, f"top_k={s.top_k} is more than any vocabulary holds", "0 for all tokens")
+    _must(s.top_p >= 1e-9, f"top_p={s.top_p} is less than 1e-9", "top_k=1 for the likeliest token alone")
+    _must(1e-3 <= s.repetition_penalty <= 1e3, f"repetition_penalty={s.repetition_penalty} is outside 0.001..1000", "1 for none")
+    for name in ("presence_penalty", "frequency_penalty"):
+        _must(abs(getattr(s, name)) <= LARGE, f"{name}={getattr(s, name)} is outside -1e9..1e9", "0 for none")
+    _must(all(abs(v) <= LARGE for _, v in s.logit_bias), f"logit_bias={dict(s.logit_bias)} holds a number outside -1e9..1e9", "-100 to 100")
 
 
 def sampling(given: SamplingParams | None, vocab: int, **knobs: Any) -> SamplingParams:

@@ -45,12 +45,12 @@ class SamplingParams:
     only), min_tokens, then temperature, top-k, top-p, min-p.
     """
 
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0, or 0.001 to 1000
     top_k: int = 0
-    top_p: float = 1.0
+    top_p: float = 1.0  # 1e-9 to 1
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 0.001 to 1000
+    presence_penalty: float = 0.0  # -1e9 to 1e9, as the next two
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
