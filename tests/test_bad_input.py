@@ -399,10 +399,26 @@ def test_a_prompt_that_is_no_text(rt, prompt):
     refused(lambda: rt.stream(prompt) if isinstance(prompt, str) else rt._encode(prompt), "prompt", "text")
 
 
-@pytest.mark.parametrize("messages", [[{"content": "hi"}], [{"role": "user", "content": None}], ["hi"]])
+@pytest.mark.parametrize("messages", [[{"content": "hi"}], [{"role": 3, "content": "hi"}], [{"role": "user", "content": None}], ["hi"]])
 def test_messages_that_are_none(rt, messages):
     with pytest.raises(OutriderError, match=r"message"):
         rt.chat(messages)
+
+
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}{{ messages[0].content }}"
+
+
+def test_a_chat_template_that_refuses_a_conversation(rt, monkeypatch):
+    monkeypatch.setattr(rt.tokenizer, "chat_template", REFUSING)
+    system = [{"role": "system", "content": "be kind"}]
+    refused(lambda: rt.chat(system), "the chat template refuses this conversation", "no system role here", "other roles")
+    refused(lambda: rt.stream(system), "the chat template refuses this conversation")
+    assert rt.chat([{"role": "user", "content": "sea"}], max_tokens=3, ignore_eos=True).usage["completion_tokens"] == 3
+
+
+def test_a_chat_template_that_cannot_be_read(rt, monkeypatch):
+    monkeypatch.setattr(rt.tokenizer, "chat_template", "{{ messages }}\n{% if broken %")
+    refused(lambda: rt.chat([{"role": "user", "content": "sea"}]), "chat template cannot be read", "line 2")
 
 
 @pytest.mark.parametrize("knobs", [{"logit_bias": {"a": 1}}, {"stop_token_ids": ["a"]}, {"temperature": 1e-40}])

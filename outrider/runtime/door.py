@@ -174,10 +174,19 @@ class Runtime:
         if not messages:
             raise OutriderError("the conversation is empty", "", "[{'role': 'user', 'content': ...}]")
         for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise OutriderError(f"{message!r} is no message", "", "{'role': 'user', 'content': ...}")
             _must_be_text(message.get("content"), f"the content of the {message['role']}'s message")
-        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        try:
+            tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        except TemplateSyntaxError as bad:
+            raise OutriderError(
+                "this model's chat template cannot be read", f"line {bad.lineno}: {bad.message}", "another rt.tokenizer.chat_template"
+            ) from bad
+        except TemplateError as no:
+            raise OutriderError("the chat template refuses this conversation", str(no), "other roles, or no system message") from no
         ids: list[int] = tokens["input_ids"]
         return ids
 
