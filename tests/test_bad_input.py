@@ -5,6 +5,7 @@ import shutil
 import struct
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -12,6 +13,7 @@ from tiny import tiny_folder, tiny_folders
 
 import outrider
 from outrider.core import cache
+from outrider.core.config import load_settings
 from outrider.core.errors import OutriderError
 from outrider.core.types import SamplingParams
 from outrider.models import load as loading
@@ -197,6 +199,9 @@ def test_padded_rows_are_no_other_tokenizer(folders, pair, way):
         ({"dtype": "int3"}, ["dtype='int3'", "bfloat16"]), ({"device": "tpu9"}, ["device 'tpu9'", "cpu"]),
         ({"rule": "exat"}, ["unknown rule 'exat'", "'exact'"]), ({"rows": 0}, ["rows=0"]), ({"depth": -1}, ["depth=-1"]),
         ({"width": 0}, ["width=0"]), ({"width": 2}, ["width=2", "without a depth", "depth=4"]), ({"budget": 4}, ["budget=4", "without a depth"]), ({"rows": 1.5}, ["rows=1.5"]), ({"context": 1}, ["context=1"]), ({"context": 300}, ["context=300", "256"]),
+        ({"depth": True}, ["depth=True"]), ({"rows": True}, ["rows=True"]), ({"context": "96"}, ["context='96'"]),
+        ({"slowdown_limit": True}, ["slowdown_limit=True"]), ({"rule": 3}, ["unknown rule '3'", "exact"]),
+        ({"predictor": None}, ["unknown predictor 'None'", "logistic"]), ({"predictor": 3}, ["unknown predictor '3'"]), ({"program": 3}, ["program=3 is no file"]),
     ],
     ids=str,
 )  # fmt: skip
@@ -258,6 +263,10 @@ BAD = [
     ({"frequency_penalty": 1e39}, ["frequency_penalty=1e+39", "-1e9..1e9"]), ({"presence_penalty": -1e10}, ["presence_penalty", "-1e9..1e9"]),
     ({"repetition_penalty": 1e-40}, ["repetition_penalty=1e-40", "0.001..1000"]), ({"repetition_penalty": 1e4}, ["0.001..1000"]),
     ({"logit_bias": {5: 1e39}}, ["logit_bias={5: 1e+39}", "-1e9..1e9"]), ({"logit_bias": {5: -2e9}}, ["logit_bias", "-1e9..1e9"]),
+    ({"stop": 3.5}, ["stop=(3.5,)", "no text"]), ({"stop": "\ud800"}, ["stop string", "UTF-8"]), ({"stop_token_ids": 3.5}, ["stop_token_ids=(3.5,)", "no id"]),
+    ({"stop_token_ids": [True]}, ["stop_token_ids=(True,)"]), ({"logit_bias": {5.7: 1.0}}, ["logit_bias={5.7: 1.0}"]), ({"logit_bias": {5: 10**400}}, ["logit_bias"]),
+    ({"params": {"temperature": 1}}, ["{'temperature': 1} is no SamplingParams", "keywords"]), ({"rule": 3}, ["unknown rule '3'"]),
+    ({"ignore_eos": "no"}, ["ignore_eos='no'", "True or False"]), ({"max_tokens": True}, ["max_tokens=True"]), ({"presence_penalty": 10**400}, ["-1e9..1e9"]),
     ({"temperature": 1e300}, ["temperature=1e+300", "1000"]), ({"top_p": 1e-50}, ["top_p=1e-50"]), ({"top_k": 10**20}, ["top_k=1", "vocabulary"]),
 ]  # fmt: skip
 
@@ -291,6 +300,19 @@ def test_the_largest_numbers_that_are_let_in_fail_nobody(rt, settings, warmth):
 def test_an_object_of_settings_is_checked_too(rt):
     refused(lambda: rt.generate("sea", SamplingParams(top_p=2.0)), "top_p=2.0")
     refused(lambda: rt.generate("sea", SamplingParams(), top_q=2.0), "top_q", "'top_p'")
+
+
+def test_numbers_of_other_libraries_are_numbers(rt):
+    plain = {"max_tokens": 9, "temperature": 0.5, "seed": 3, "stop_token_ids": (3, 4), "logit_bias": {5: 2.0}, "most": 2, "top_k": 50}
+    theirs = {
+        "max_tokens": np.int64(9), "temperature": np.float32(0.5), "seed": torch.tensor(3), "stop_token_ids": np.array([3, 4]),
+        "logit_bias": {np.int32(5): np.float32(2.0)}, "most": np.int64(2), "top_k": np.uint8(50),
+    }  # fmt: skip
+    mine, same = rt.request("sea", **plain), rt.request("sea", **theirs)
+    assert repr(same.sampling) == repr(mine.sampling) and repr(same.limits) == repr(mine.limits) and same.ends == mine.ends
+    assert repr(rt.request("sea", SamplingParams(max_tokens=np.int64(9))).sampling) == repr(rt.request("sea", max_tokens=9).sampling)
+    assert rt.request("sea", stop_token_ids=np.int64(3)).sampling.stop_token_ids == (3,)
+    assert repr(load_settings(depth=np.int64(3), rows=torch.tensor(2))) == repr(load_settings(depth=3, rows=2))
 
 
 def test_a_prompt_that_does_not_fit(rt):
@@ -445,7 +467,9 @@ def test_a_drafter_that_cannot_be_asked_is_refused_before_anything_is_read():
     gone = "/nowhere/at/all"
     refused(lambda: outrider.load(gone, [Old()]), "cannot be asked for guesses", "'on'", "levels=1, on=None", "docs/extend.md")
     refused(lambda: outrider.load(gone, [object()]), "is no drafter", "it has no `extend`")
+    refused(lambda: outrider.load(gone, 3), "3 is no drafter", "it has no `extend`")
     refused(lambda: outrider.load(gone, [Loose()]), gone)
+    refused(lambda: outrider.load(gone, Loose()), gone)
 
 
 # --- prompts as token ids

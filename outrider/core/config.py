@@ -4,7 +4,10 @@ import difflib
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,10 @@ QUANTISED = ("int8", "int4")
 LARGE = 1e9  # of a bias or penalty: what others write for "never", and far from the end of float32
 
 
-def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderError:
+def nearest(key: object, known: Iterable[str], kind: str = "setting") -> OutriderError:
     """The error for an unknown name."""
     names = sorted(known)
-    close = difflib.get_close_matches(key, names, 1, cutoff=0.4)
+    close = difflib.get_close_matches(str(key), names, 1, cutoff=0.4)
     remedy = f"'{close[0]}'" if close else f"one of {', '.join(names)}"
     return OutriderError(f"unknown {kind} '{key}'", "", remedy)
 
@@ -27,6 +30,15 @@ def nearest(key: str, known: Iterable[str], kind: str = "setting") -> OutriderEr
 def whole(text: str) -> int | None:
     """The number that plain decimal digits write, if there are no more of them than 64 bits hold; else None. ("²" is a digit, and no number.)"""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
+
+
+def _own(value: Any) -> Any:
+    """A number of any library as Python's own. All else is left as it is, truths and texts too."""
+    if isinstance(value, (bool, str)):
+        return value
+    with suppress(TypeError):
+        return index(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _must(ok: bool, what: str, remedy: str) -> None:
@@ -38,7 +50,7 @@ def _number(settings: SamplingParams, name: str) -> None:
     value = getattr(settings, name)
     whole = not isinstance(next(f.default for f in fields(settings) if f.name == name), float)
     good = isinstance(value, int) if whole else isinstance(value, (int, float))
-    _must(good and not isinstance(value, bool) and math.isfinite(value), f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
+    _must(good and not isinstance(value, bool) and abs(value) < math.inf, f"{name}={value!r} is not a {'whole ' if whole else ''}number", "a number")
 
 
 def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParams:
@@ -48,6 +60,7 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
     for name in ("logprobs", "seed"):
         if getattr(s, name) is not None:
             _number(s, name)
+    _must(isinstance(s.ignore_eos, bool), f"ignore_eos={s.ignore_eos!r} is neither True nor False", "True or False")
     _must(s.seed is None or -(2**63) <= s.seed < 2**63, f"seed={s.seed} does not fit 64 bits", "a smaller seed")
     _must(s.temperature >= 0, f"temperature={s.temperature} is negative", "0 for greedy text, 0.7 to 1 for varied text")
     _must(s.top_k >= 0, f"top_k={s.top_k} is negative", "0 for all tokens")
@@ -58,7 +71,7 @@ def check_sampling(s: SamplingParams, vocab: int | None = None) -> SamplingParam
     _must(0 <= s.min_tokens <= s.max_tokens, f"min_tokens={s.min_tokens} is outside 0..max_tokens={s.max_tokens}", "a smaller min_tokens")
     _must(s.logprobs is None or 0 <= s.logprobs <= 100, f"logprobs={s.logprobs} is outside 0..100", "0 for the emitted token alone")
     _must(all(isinstance(text, str) for text in s.stop), f"stop={s.stop!r} holds something that is no text", "strings, or stop_token_ids")
-    _must(all(isinstance(t, int) for t in s.stop_token_ids), f"stop_token_ids={s.stop_token_ids!r} holds something that is no id", "token ids")
+    _must(all(type(t) is int for t in s.stop_token_ids), f"stop_token_ids={s.stop_token_ids!r} holds something that is no id", "token ids")
     _must(all(s.stop), "an empty stop string would end every text at once", "leaving it out")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")
@@ -85,6 +98,7 @@ def _fits_float32(s: SamplingParams) -> None:
 
 def sampling(given: SamplingParams | None, vocab: int, **knobs: Any) -> SamplingParams:
     """Settings from an object, from keywords, or the object with keywords laid over it."""
+    _must(given is None or isinstance(given, SamplingParams), f"{given!r:.80} is no SamplingParams", "SamplingParams(...), or its fields as keywords")
     known = [f.name for f in fields(SamplingParams)]
     for key in knobs:
         if key not in known:
@@ -94,16 +108,27 @@ def sampling(given: SamplingParams | None, vocab: int, **knobs: Any) -> Sampling
 
 
 def _plain(knobs: dict[str, Any]) -> dict[str, Any]:
-    """Single stops become tuples, a bias table becomes pairs."""
+    """Numbers become Python's own, single stops tuples, a bias table pairs."""
+    knobs = {key: _own(value) for key, value in knobs.items()}
     for key in ("stop", "stop_token_ids"):
-        value = knobs.get(key)
-        knobs[key] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
-    bias = knobs.get("logit_bias") or ()
+        knobs[key] = _each(knobs.get(key))
+    bias = () if knobs.get("logit_bias") is None else knobs["logit_bias"]
     try:
-        knobs["logit_bias"] = tuple((int(t), float(v)) for t, v in (bias.items() if isinstance(bias, dict) else bias))
-    except (TypeError, ValueError) as bad:
+        pairs = bias.items() if isinstance(bias, dict) else bias
+        knobs["logit_bias"] = tuple((int(t) if isinstance(t, str) else index(t), float(v)) for t, v in pairs)
+    except (TypeError, ValueError, OverflowError) as bad:
         raise OutriderError(f"logit_bias={bias!r} is no table of token ids and numbers", "", "{token id: bias}") from bad
     return knobs
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """What one or many were given, as a tuple."""
+    if value is None:
+        return ()
+    try:
+        return (value,) if isinstance(value, str) else tuple(_own(one) for one in value)
+    except TypeError:  # one that is no text
+        return (value,)
 
 
 # what other programs call the limits of a request's drafts: theirs -> ours
@@ -124,7 +149,7 @@ def limits(given: dict[str, Any]) -> Limits:
             raise nearest(key, [*LIMITS, "drafters"], "speculation setting")
         if LIMITS[key] in named and named[LIMITS[key]] != value:
             raise OutriderError(f"{key}={value!r} says something else than another name for the same", "", "one of the two")
-        named[LIMITS[key]] = value
+        named[LIMITS[key]] = _own(value)
     found = Limits(**named)
     for name in ("most", "least"):
         value = getattr(found, name)
@@ -183,24 +208,25 @@ def load_settings(**given: Any) -> LoadSettings:
     for key in given:
         if key not in known:
             raise nearest(key, known)
-    s = LoadSettings(**given)
+    s = LoadSettings(**{key: _own(value) for key, value in given.items()})
     _must(s.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype={s.dtype!r} is not known", "auto, float32, bfloat16 or float16")
     for name, low in (("depth", 0), ("width", 1), ("budget", 0), ("rows", 1), ("chunk", 1)):
         value = getattr(s, name)
         if name == "depth" and value is None:
             continue
-        _must(isinstance(value, int) and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
+        _must(type(value) is int and value >= low, f"{name}={value!r} is not a whole number from {low} on", f"{name}={low}")
     _must(
         s.depth is not None or (s.width == 1 and s.budget == 0),
         f"width={s.width}, budget={s.budget} without a depth: the scheduler decides at every step, and draws chains",
         "depth=4; or speculation={'most': 8} of a request",
     )
-    _must(isinstance(s.slowdown_limit, (int, float)) and 0 <= s.slowdown_limit <= 10, f"slowdown_limit={s.slowdown_limit!r} is outside 0..10", "0.05")
+    _must(type(s.slowdown_limit) in (int, float) and 0 <= s.slowdown_limit <= 10, f"slowdown_limit={s.slowdown_limit!r} is outside 0..10", "0.05")
     _must(_share(s.objective), f"objective={s.objective!r} is not known", "latency, energy, or a number from 0 to 1")
     _must(
         s.objective in ("latency", 0), f"objective={s.objective!r} needs measured joules, and nothing measures them here yet", "objective='latency'"
     )
     _must(isinstance(s.profile, (str, Path)) and s.profile != "", f"profile={s.profile!r} is neither a file nor auto or off", "profile='auto'")
+    _must(s.program is None or isinstance(s.program, (str, os.PathLike)), f"program={s.program!r} is no file", "the name of a file (docs/ir.md)")
     _must(s.compile in ("auto", "wait", "off"), f"compile={s.compile!r} is not known", "auto, wait or off")
     _must(s.quantise in (None, *QUANTISED), f"quantise={s.quantise!r} is not known", "int8, int4, or leaving it out")
     _must(isinstance(s.strict, bool), f"strict={s.strict!r} is neither True nor False", "True or False")
@@ -209,7 +235,7 @@ def load_settings(**given: Any) -> LoadSettings:
         s.threads is None or (type(s.threads) is int and 1 <= s.threads <= most), f"threads={s.threads!r} is not a whole number from 1 to {most}",
         f"threads={os.cpu_count()}, one for each core",
     )  # fmt: skip
-    _must(s.context is None or (isinstance(s.context, int) and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")
+    _must(s.context is None or (type(s.context) is int and s.context >= 2), f"context={s.context!r} leaves no room for text", "at least 2 tokens")
     if s.rule is not None and s.rule not in RULES:
         raise nearest(s.rule, RULES, "rule")
     return s

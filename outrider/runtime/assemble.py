@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import os
+from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from inspect import signature
@@ -51,11 +52,11 @@ ALONE = ("lookup",)  # kinds that take nothing behind their name
 STAGED = "staged:"  # drafters of which each takes over from the one before
 
 
-def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Drafter] | None = None, **settings: Any) -> Runtime:
+def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Drafter] | str | Drafter | None = None, **settings: Any) -> Runtime:
     """A Runtime for a target model and its drafters.
 
     target: a folder, GGUF file or hub id; None is the embedded reference pair. drafters: "lookup", "model:PATH" or Drafter
-    objects; None is lookup, and the reference draft for the reference target; [] is plain decoding.
+    objects, one or a list; None is lookup, and the reference draft for the reference target; [] is plain decoding.
     settings: fields of core.config.LoadSettings. Raises OutriderError before anything large is read.
     """
     s = load_settings(**settings)
@@ -64,8 +65,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
 
         target = reference.target()
         drafters = ["lookup", f"model:{reference.draft()}"] if drafters is None else drafters
-    named: list[str | Drafter] = ["lookup"] if drafters is None else [drafters] if isinstance(drafters, str) else list(drafters)
-    groups = [_group(d) for d in named]
+    groups = [_group(d) for d in _named(drafters)]
     specs: list[str | Drafter] = [spec for group in groups for spec in group]
     if s.threads:
         torch.set_num_threads(s.threads)
@@ -116,6 +116,13 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     engine = Engine(model, parts, controller, s.rows, s.strict, stages, **made)
     engine.jit.prepare([Plan(), *controller.plans.made.values()], engine.facts[True])
     return Runtime(engine, tokenizer, sizes, s.rule, keeper)
+
+
+def _named(drafters: ListOf[str | Drafter] | str | Drafter | None) -> list[str | Drafter]:
+    """The drafters of which there may be one or many."""
+    if drafters is None:
+        return ["lookup"]
+    return [drafters] if isinstance(drafters, str) or not isinstance(drafters, Iterable) else list(drafters)
 
 
 def _group(spec: str | Drafter) -> list[str | Drafter]:

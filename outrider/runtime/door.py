@@ -242,6 +242,8 @@ class Runtime:
 
     def _cutter(self, stops: tuple[str, ...]) -> Any:
         """How many new tokens stay so that the text ends with the token that completes a stop string."""
+        for stop in stops:
+            _must_be_text(stop, "a stop string")
         window = max(len(stop.encode()) for stop in stops) + 8  # tokens looked back at: a token has at least one byte
 
         def cut(generated: list[int], new: list[int]) -> int | None:
