@@ -292,6 +292,15 @@ def test_a_long_stop_string_of_many_bytes_is_found_token_by_token(rt):
     assert cut([], tokens) == len(tokens)
 
 
+@pytest.mark.parametrize("between", [1, 20, 500])
+def test_a_stop_string_is_found_across_special_tokens_which_write_nothing(rt, between):
+    silent, first, last = rt.tokenizer.eos_token_id, *(rt.tokenizer(c, add_special_tokens=False)["input_ids"] for c in "ab")
+    cut = rt._cutter(("ab",))
+    assert cut([*first, *[silent] * between], last) == 1
+    assert cut([*first, *[silent] * between], [silent, *last, *first]) == 2
+    assert cut([*last, *[silent] * between], last) is None and cut([silent] * between, last) is None
+
+
 def test_a_single_stop_string_in_sampling_params_is_one_string(rt):
     text = rt.generate(PROMPTS[0], max_tokens=20).text
     stop = text[4:7]

@@ -244,11 +244,14 @@ class Runtime:
         """How many new tokens stay so that the text ends with the token that completes a stop string."""
         for stop in stops:
             _must_be_text(stop, "a stop string")
-        window = max(len(stop.encode()) for stop in stops) + 8  # tokens looked back at: a token has at least one byte
+        reach = max(len(stop.encode()) for stop in stops) + 8  # characters looked back at, and as many tokens if these write any
 
         def cut(generated: list[int], new: list[int]) -> int | None:
-            old = generated[-window:]
+            old = generated[-reach:]
             before = self._text(old)
+            while len(before) < reach and len(old) < len(generated):  # special tokens write nothing
+                old = generated[-2 * len(old) :]
+                before = self._text(old)
             if _ended(self._text([*old, *new]), before, stops) is None:
                 return None
             return next(n for n in range(1, len(new) + 1) if _ended(self._text([*old, *new[:n]]), before, stops) is not None)
