@@ -192,3 +192,20 @@ def test_where_inductor_names_weights_otherwise_packages_are_built_as_ever(monke
     monkeypatch.delattr(GraphLowering, "allocate_non_dup_const_name")
     with builder._named():
         assert not hasattr(GraphLowering, "allocate_non_dup_const_name")
+
+
+def test_inductor_s_templates_are_parsed_once_while_a_step_is_built(monkeypatch) -> None:
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen import cpp_template_kernel as kernel
+
+    def parsed(source: str = "{{x}} + 1"):
+        return common.KernelTemplate._template_from_string(source)
+
+    with builder._parsed():
+        assert parsed() is parsed() and parsed().render(x=2) == "2 + 1" and parsed("{{x}}").render(x=2) == "2"
+        assert kernel.parse_expr.cache_info().currsize == 0 and str(kernel.parse_expr("k + 32")) == "k + 32"
+    assert parsed() is not parsed() and not hasattr(kernel.parse_expr, "cache_info"), "and as ever afterwards"
+    monkeypatch.delattr(common.KernelTemplate, "_template_from_string")
+    monkeypatch.delattr(kernel, "parse_expr")
+    with builder._parsed():
+        assert not hasattr(kernel, "parse_expr"), "where Inductor has them otherwise, nothing is done"

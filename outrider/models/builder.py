@@ -1,6 +1,7 @@
 """The process that builds compiled steps: `python -m outrider.models.builder RECIPE FOLDER`, of low priority, started by `compiled`."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -93,7 +94,7 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     if house and _independent(program):
         note = note | INDEPENDENT
-    with torch.no_grad(), room.kept(bool(how.get(STACK))), _named():
+    with torch.no_grad(), room.kept(bool(how.get(STACK))), _named(), _parsed():
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
 
 
@@ -111,6 +112,24 @@ def _named() -> Iterator[None]:
         yield
     finally:
         graph.allocate_non_dup_const_name = usual
+
+
+@contextlib.contextmanager
+def _parsed() -> Iterator[None]:
+    """Inductor parses its templates, and the indices in them, anew for each product of each layer: a quarter of what it takes to write a deep model's
+    code. Here each is parsed once; what is written is the same. Where Inductor has them otherwise, nothing is done."""
+    importlib.import_module("torch._inductor.graph")  # and with it all others
+    common, kernel = (sys.modules.get(f"torch._inductor.codegen.{name}") for name in ("common", "cpp_template_kernel"))
+    places: list[tuple[Any, str]] = [(getattr(common, "KernelTemplate", None), "_template_from_string"), (kernel, "parse_expr")]
+    usual = [(place, name, vars(place)[name]) for place, name in places if name in getattr(place, "__dict__", ())]
+    for place, name, _ in usual:
+        once = functools.cache(getattr(place, name))
+        setattr(place, name, staticmethod(once) if isinstance(place, type) else once)
+    try:
+        yield
+    finally:
+        for place, name, was in usual:
+            setattr(place, name, was)
 
 
 def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:
