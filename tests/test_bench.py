@@ -5,14 +5,16 @@ import math
 import os
 import subprocess
 from dataclasses import fields
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from tiny import tiny_folder
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
+from outrider import reference
 from outrider.bench import ablation, peers, prompts, report, run, start, synthetic, verdict, widths
 from outrider.bench.prompts import Prompt
 from outrider.bench.run import AGAIN, CONTENDERS, DRAFTED, FEWER, OURS, STOCK, Row, summary
@@ -207,6 +209,7 @@ def test_the_commit_of_a_result_is_that_of_its_code(tmp_path, monkeypatch):
     assert report.commit(tmp_path / "docs") == f"{name}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert report.commit(tmp_path) is None
+    assert report.provenance()["commit"] == report.RUN, "what ran is what was there when it began"
 
 
 def test_a_text_that_ends_in_its_first_step_is_a_row_like_others(folders, monkeypatch):
@@ -297,6 +300,26 @@ def test_known_shapes_have_the_sizes_of_their_names():
     assert {f.name for f in fields(synthetic.Shape)} == {"hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied"}
     with pytest.raises(OutriderError, match="8b"):
         synthetic.steps("8bb")
+
+
+def test_long_prompts_are_behind_others_of_their_kind():
+    """Of chats, too, and never behind themselves."""
+    rt = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(reference.target()))
+    far = ablation.settings(rt, 2, 3960)["long"]
+    assert len(far) == 6
+    for prompt in far:
+        own = next(p for p in prompts.load(prompt.category) if f"{p.id} long" == prompt.id)
+        said, size = ablation._said(prompt), len(prompt.encode(rt.tokenizer))
+        assert 3300 < size <= 3960 and said.endswith(ablation._said(own)) and said.count(ablation._said(own)) == 1
+        assert (prompt.messages is None) == (own.messages is None)
+
+
+def test_a_prompt_that_cannot_be_made_long_is_named(monkeypatch):
+    monkeypatch.setattr(
+        prompts, "load", lambda category: [Prompt("short", category, "a tree", None, 0.0), Prompt("long", category, "a tree " * 99, None, 0.0)]
+    )
+    with pytest.raises(OutriderError, match="short cannot be made 100 tokens long"):
+        ablation.settings(SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(reference.target())), 1, 100)
 
 
 @pytest.mark.slow

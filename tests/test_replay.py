@@ -13,10 +13,10 @@ from contracts import run
 from tiny import tiny_tokenizer
 from written import AT, WRONG, costs, curve, linear, trace
 
-from outrider.bench import championship
+from outrider.bench import championship, report
 from outrider.bench.championship import Score, auc, contest, ece
 from outrider.bench.oracle import accepted, hindsight, informed, prices
-from outrider.bench.policies import Bandit, chain, policy
+from outrider.bench.policies import Bandit, chain, of_others, policy
 from outrider.bench.prompts import Prompt
 from outrider.bench.replay import Text, Trace, record, replay, tier_of
 from outrider.control.fixed import fixed
@@ -152,6 +152,7 @@ def test_a_replay_does_not_say_where_its_text_ends() -> None:
 
 def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:
     recorded.save(tmp_path / "deep" / "a.jsonl")
+    assert json.loads((tmp_path / "deep" / "a.jsonl").read_text().splitlines()[0])["where"] == report.provenance(), "where it comes from"
     again = Trace.load(tmp_path / "deep" / "a.jsonl")
     assert json.dumps(asdict(again)) == json.dumps(asdict(recorded))
     a, b = (replay(t, policy("adaptive", t.drafters, t.costs, tier_of(t))) for t in (recorded, again))
@@ -170,6 +171,8 @@ def mended(whole: str, damage: str) -> str:
         text["guesses"][name].pop()
     elif damage == "no guesses":
         text["guesses"] = {}
+    elif damage == "no tokens":
+        text["tokens"], text["guesses"], text["steps"] = [], {n: [] for n in text["guesses"]}, {n: [] for n in text["steps"]}
     elif damage.startswith("prefill"):
         text["prefill"] = {"prefill -1": -1.0, "prefill x": "x", "prefill NaN": float("nan")}[damage]
     else:
@@ -177,7 +180,9 @@ def mended(whole: str, damage: str) -> str:
     return "\n".join(map(json.dumps, [head, text, *rest]))
 
 
-@pytest.mark.parametrize("damage", ["no costs", "more drafters", "fewer guesses", "no guesses", "letters", "prefill -1", "prefill x", "prefill NaN"])
+@pytest.mark.parametrize(
+    "damage", ["no costs", "more drafters", "fewer guesses", "no guesses", "no tokens", "letters", "prefill -1", "prefill x", "prefill NaN"]
+)
 def test_a_trace_that_contradicts_itself_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
     recorded.save(file := tmp_path / "a.jsonl")
     file.write_text(mended(file.read_text(), damage))
@@ -303,6 +308,7 @@ def test_every_policy_replays(recorded: Trace, name: str) -> None:
         ("average:modle", "average:model"),
         ("ucb", "ucb1"),
         ("lookup+lookup:4", "lookup:4"),
+        ("dynamic:lookup", "dynamic:model"),
     ],
 )
 def test_an_unknown_policy_names_the_nearest(name: str, meant: str) -> None:
@@ -311,6 +317,7 @@ def test_an_unknown_policy_names_the_nearest(name: str, meant: str) -> None:
 
 
 def test_others_policies_do_what_their_rules_say() -> None:
+    assert [of_others(d) for d in ("lookup", "model")] == [("lookup:10", "average:lookup"), ("dynamic:model", "average:model")]
     priced = costs(linear(0.01), {"model": linear(0.01, 0.0)})
     unsure = trace(1, priced, {"model": lambda t, d: 0.9 if d < 3 else 0.3}, length=60)
     assert max(r.drafted[0] for r in replay(unsure, policy("dynamic:model", ["model"], {}, ""))[0].records) == 3

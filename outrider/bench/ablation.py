@@ -6,6 +6,7 @@ loaded. Also what making a step costs: a plan's passes and code, and finding it 
 what wider steps of a larger random-weight shape cost (SYNTHETIC).
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from outrider.compiler.opt import PLAIN as FACTS
 from outrider.compiler.passes.specialize import plan_of, profiled
 from outrider.compiler.pipeline import FRONT
 from outrider.control.fixed import fixed
+from outrider.core.errors import OutriderError
 from outrider.core.sockets import Controller
 from outrider.core.types import Plan
 from outrider.ir.text import parse
@@ -91,22 +93,33 @@ def contenders(rt: Runtime, chosen: Plan) -> dict[str, Writer]:
 
 
 def settings(rt: Runtime, count: int, long: int) -> dict[str, list[prompts.Prompt]]:
-    """Prompts by setting: the six categories; each of them behind others of its kind, `long` tokens in all; what the pair was
-    never shown, at temperature 1."""
+    """Prompts by setting: the six categories; stories, code and texts to copy behind others of their kind, nearly `long` tokens in all; what the pair
+    was never shown, at temperature 1."""
     mixed = [p for c in prompts.CATEGORIES for p in prompts.load(c)[:count]]
-    size = lambda p: len(p.encode(rt.tokenizer))  # noqa: E731
-    far = []
-    for category in ("story", "code", "summarise_copy"):
-        for n, prompt in enumerate(prompts.load(category)[:count]):
-            text, others = prompt.text or "", [p.text or "" for p in prompts.load(category) if p is not prompt]
-            for k in range(200):
-                longer = prompts.Prompt(f"{prompt.id} long", category, others[(n + k) % len(others)] + "\n\n" + text, None, 0.0)
-                if size(longer) > long:
-                    break
-                text = longer.text or ""
-            far.append(prompts.Prompt(f"{prompt.id} long", category, text, None, 0.0))
+    far = [_behind(rt, prompt, long) for c in ("story", "code", "summarise_copy") for prompt in prompts.load(c)[:count]]
     low = [prompts.Prompt(f"abroad-{n}", "abroad", text, None, 1.0) for n, text in enumerate(ABROAD)]
     return {"mixed": mixed, "long": far, "low acceptance": low}
+
+
+def _behind(rt: Runtime, prompt: prompts.Prompt, long: int) -> prompts.Prompt:
+    """The same behind as many others of its kind, in turn, as `long` tokens hold: of a chat, in its last message. Raises OutriderError where that is
+    less than half as long."""
+    others, longer = [_said(p) for p in prompts.load(prompt.category) if p.id != prompt.id], prompt
+    for text in itertools.cycle(filter(None, others)):
+        said = f"{text}\n\n{_said(longer)}"
+        before = prompt.messages and (*prompt.messages[:-1], {**prompt.messages[-1], "content": said})
+        more = prompts.Prompt(f"{prompt.id} long", prompt.category, None if before else said, before, 0.0)
+        if len(more.encode(rt.tokenizer)) > long:
+            break
+        longer = more
+    if 2 * len(longer.encode(rt.tokenizer)) < long:
+        raise OutriderError(f"{prompt.id} cannot be made {long} tokens long", "others of its kind are too long or empty", "a larger --long")
+    return longer
+
+
+def _said(prompt: prompts.Prompt) -> str:
+    """Its text; of a chat, its last message's."""
+    return prompt.messages[-1]["content"] if prompt.messages else prompt.text or ""
 
 
 def ablation(

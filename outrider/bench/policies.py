@@ -1,5 +1,6 @@
 """Policies to be compared with ours, as controllers: what others ship, and the textbook's bandit. Source: `transformers`'
-assisted generation (threshold 0.4, at most 20 tokens), SGLang's moving average of accepted lengths, UCB1 (Auer et al. 2002).
+assisted generation (threshold 0.4, at most 20 tokens; ten of prompt lookup, whose guesses have no chances), SGLang's moving
+average of accepted lengths, UCB1 (Auer et al. 2002).
 """
 
 import math
@@ -16,7 +17,7 @@ from outrider.core.sockets import Controller
 from outrider.core.types import MAX_NODES, Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import Costs
 
-DYNAMIC_CAP, DYNAMIC_THRESHOLD = 20, 0.4
+DYNAMIC_CAP, DYNAMIC_THRESHOLD, LOOKED_UP = 20, 0.4, 10
 DEPTHS = (2, 4, 8, 16)
 
 
@@ -28,6 +29,11 @@ def chain(names: str, depth: int) -> Plan:
 def singly_and_together(drafters: Iterable[str]) -> list[str]:
     """Each drafter, and where there are more all of them: what fixed plans name."""
     return list(dict.fromkeys([*(names := list(drafters)), *["+".join(names)] * bool(names)]))
+
+
+def of_others(drafter: str) -> tuple[str, str]:
+    """What `transformers` and SGLang do with a drafter."""
+    return f"{drafter}:{LOOKED_UP}" if drafter in AT_ONCE else f"dynamic:{drafter}", f"average:{drafter}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ def policy(name: str, drafters: list[str], costs: dict, tier: str, state: dict |
         return fixed(Plan())
     if (depth := whole(rest)) is not None and set(asked := kind.split("+")) <= set(drafters) and len(set(asked)) == len(asked):
         return fixed(chain(kind, depth))
-    if kind == "dynamic" and rest in drafters:
+    if kind == "dynamic" and rest in drafters and rest not in AT_ONCE:
         return Threshold(lambda seqs: (chain(rest, DYNAMIC_CAP), "dynamic"))
     if kind == "average" and rest in drafters:
         return MovingAverage(rest)
@@ -143,5 +149,5 @@ def policy(name: str, drafters: list[str], costs: dict, tier: str, state: dict |
         known = Costs({})
         tables = Tables(bits, known, rest or "logistic", state={"costs": costs, **(state or {})})
         return Adaptive(tables, lambda: tier, tails=frozenset(drafters) - AT_ONCE - known.views)
-    others = [f"{k}:{d}" for k in ("dynamic", "average") for d in drafters]
+    others = [rule for d in drafters for rule in of_others(d)]
     raise nearest(name, ["plain", "ucb1", "adaptive", *(f"{d}:4" for d in singly_and_together(drafters)), *others], "policy")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from outrider.bench import prompts
+from outrider.bench.report import provenance
 from outrider.control.fixed import Told
 from outrider.core import tree
 from outrider.core.errors import OutriderError
@@ -64,7 +65,7 @@ class Trace:
 
     def save(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps({"version": VERSION, "drafters": self.drafters, "costs": self.costs})
+        head = json.dumps({"version": VERSION, "where": provenance(), "drafters": self.drafters, "costs": self.costs})
         file.write_text("\n".join([head, *(json.dumps(asdict(t)) for t in self.texts)]) + "\n", "utf-8")
 
     @classmethod
@@ -93,6 +94,8 @@ class Trace:
         if not costs.verify or costs.plains.keys() - costs.verify.keys():
             raise ValueError("it says nothing of what steps cost")
         for text in self.texts:
+            if not text.tokens:
+                raise ValueError(f"{text.prompt}: no token came of it")
             for name in self.drafters:
                 if len(text.guesses[name]) != len(text.tokens) or any(len(said) != len(scores) for said, scores in text.guesses[name]):
                     raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")

@@ -15,17 +15,6 @@ from outrider.measure.machine import processor
 from outrider.runtime.native import host
 
 
-def provenance() -> dict[str, Any]:
-    """Where a figure comes from."""
-    command = [Path(sys.argv[0]).name, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
-    return {
-        "commit": commit(Path(__file__).parent), "command": " ".join(command), "machine": processor(), "system": platform.platform(),
-        "threads": torch.get_num_threads(), "host": host.tier, "torch": torch.__version__, "transformers": transformers.__version__,
-        "outrider": outrider.__version__,
-        "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
-    }  # fmt: skip
-
-
 def commit(folder: Path) -> str | None:
     """That of a checkout, `-dirty` where anything but docs was edited since: one table is no edit for the next. None: there is no checkout, or no git."""
 
@@ -37,6 +26,20 @@ def commit(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     return name + ("-dirty" if edited else "") if name else None
+
+
+RUN = commit(Path(__file__).parent)  # what runs is what was there when it was imported
+
+
+def provenance() -> dict[str, Any]:
+    """Where a figure comes from."""
+    command = [Path(sys.argv[0]).name, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
+    return {
+        "commit": RUN, "command": " ".join(command), "machine": processor(), "system": platform.platform(),
+        "threads": torch.get_num_threads(), "host": host.tier, "torch": torch.__version__, "transformers": transformers.__version__,
+        "outrider": outrider.__version__,
+        "scikit-learn": find_spec("sklearn") is not None,  # with it, stock's dynamic setting adapts its threshold
+    }  # fmt: skip
 
 
 def save_as(folder: Path, name: str, data: str, text: str) -> None:

@@ -33,8 +33,15 @@ PLAIN, AGAIN, ADAPTIVE, OFF = "plain", "plain again", "adaptive", "loaded, off"
 LOOKING, MEAN = "looking", "adaptive, mean"
 ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing else
 FIXED = (2, 4, 8)
-REPLAYED = ("dynamic:{d}", "average:{d}")
-CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2", "quantised:2")  # policies whose replays are compared with live runs
+CALIBRATED = (
+    "plain",
+    "lookup:4",
+    "lookup:8",
+    "model:2",
+    "model:8",
+    "quantised:2",
+    "quantised:8",
+)  # policies whose replays are compared with live runs
 MEASURED = 10  # prompts after which it is measured again what steps cost: on a machine with neighbours that changes within minutes
 
 
@@ -203,7 +210,7 @@ def replayed(taped: replay.Trace, names: list[str] | None = None, state: dict[st
     """Policies and oracles on the trace, times as fast as plain."""
     tier = replay.tier_of(taped)
     fixed_plans = [f"{d}:{k}" for d in policies.singly_and_together(taped.drafters) for k in FIXED]
-    usual = [*fixed_plans, *(r.format(d=d) for d in taped.drafters for r in REPLAYED), "ucb1", ADAPTIVE]
+    usual = [*fixed_plans, *(rule for d in taped.drafters for rule in policies.of_others(d)), "ucb1", ADAPTIVE]
     names = list(dict.fromkeys([PLAIN, *(names or usual)]))
     seconds: dict[str, list[float]] = {}
     for name in names:
