@@ -66,7 +66,7 @@ def _made(rng: random.Random, rule: str) -> ModuleOp:
         elif verb == "after":
             op = ProposeOp(name, rng.choice(drafts), own[name], how=AFTER, depth=rng.choice([None, 1, 2]))
         elif verb == "over":
-            op = ProposeOp(name, rng.choice(drafts), own[name], how=OVER, width=1)
+            op = ProposeOp(name, rng.choice(drafts), own[name], how=OVER)
         elif verb == "relay":
             op = RelayOp(name, rng.choice(drafts), own[name])
         elif verb == "prune":

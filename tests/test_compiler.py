@@ -307,6 +307,31 @@ def test_a_program_of_ones_own_is_run(tmp_path: Any) -> None:
     assert texts and all(r.levels.get("lookup") is None for r in records), "it asks no lookup"
 
 
+OVER = TWICE.replace('"model" on %text depth 3 width 1', '"lookup" on %text depth ? width ?', 1).replace(
+    '"model" on %text depth 3 width 1', '"model" over %a'
+)
+EMPTY = OVER.replace('propose "lookup" on %text depth ? width ? : point', "empty")
+
+
+@pytest.mark.parametrize("hot", [None, 0])
+@pytest.mark.parametrize("back", [BACK, ("specialize", "lower")], ids=["folded", "as it stands"])
+@pytest.mark.parametrize("front", [(), FRONT], ids=["read", "rewritten"])
+def test_who_guesses_over_a_draft_heeds_the_plan(front: tuple[str, ...], back: tuple[str, ...], hot: int | None) -> None:
+    """One level where the plan has it, whatever its depth and width there; none where the plan leaves it out, alone or with all others."""
+    for text in (OVER, EMPTY):
+        for named in ({"model": 2}, {"lookup": 2}, {"lookup": 2, "model": 3}, {}):
+            plan = Plan(tuple((name, depth, 2) for name, depth in named.items()))
+            _, records, _ = written(lambda rule, t=text: parse(t), lambda p=plan: p, "greedy", rows=1, front=front, back=back, hot=hot)
+            assert {name for r in records for name in r.levels} == set(named) - ({"lookup"} if text is EMPTY else set())
+            assert {r.levels["model"] for r in records if "model" in r.levels} <= {1}
+            assert text is OVER or all(sum(r.drafted) <= 1 for r in records)
+
+
+def test_who_guesses_over_a_draft_does_so_under_the_scheduler() -> None:
+    _, records, _ = written(lambda rule: parse(OVER), Plan, "greedy", control=scheduler, hot=0, tokens=40)
+    assert any("model" in r.levels for r in records) and any(not r.plan.drafters and not any(r.drafted) for r in records)
+
+
 LAWFUL = {
     "a fixed tree": '%d = outrider.propose "model" on %text depth 2 width 2 shape "-1 -1 0" : sampled',
     "out of order": '%d = outrider.propose "model" on %text depth 3 width 2 order "best-first" : sampled',

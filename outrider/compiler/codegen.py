@@ -125,11 +125,14 @@ class _Writer:
         ]
 
     def propose(self, op: ProposeOp) -> None:
-        self.all |= {op}
-        self.weighed = None
         seen = ", ".join(f"*{self.names[v]}" for v in op.operands if isinstance(v.type, DraftType))
         how, name, depth, width = op.how.data, op.name_of, value_of(op.depth), value_of(op.width)
         self.say(f"    # {_words(op)}")
+        if depth == 0:
+            self.name(op, f"sorted({{{seen}}})" if seen else "[]")
+            return
+        self.all |= {op}
+        self.weighed = None
         at = "[]" if how == ON else self.names[op.at]
         starts = f'forest.starts("{how}", {at}, "{name}", own={isinstance(op.at.owner, AgreeOp)})'
         first_best = op.order is not None and op.order.data == "best-first"
@@ -188,5 +191,5 @@ def _simple(op: Operation) -> bool:
 
 
 def _words(op: ProposeOp) -> str:
-    size = "" if op.how.data == OVER else f", depth {shown(op.depth)} width {shown(op.width)}"
+    size = ", depth 0" * (op.depth is not None) if op.how.data == OVER else f", depth {shown(op.depth)} width {shown(op.width)}"
     return f'propose "{op.name_of}" {op.how.data}{size}'

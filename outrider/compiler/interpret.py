@@ -60,6 +60,8 @@ def _nodes(op: Operation, forest: Forest, known: dict[SSAValue, Any]) -> list[in
 def _propose(op: ProposeOp, forest: Forest, known: dict[SSAValue, Any]) -> list[int]:
     seen = sorted({n for v in op.operands if isinstance(v.type, DraftType) for n in known[v]})
     how, name = op.how.data, op.name_of
+    if value_of(op.depth) == 0:
+        return seen
     starts = forest.starts(how, [] if how == ON else known[op.at], name, own=isinstance(op.at.owner, AgreeOp))
     if how == OVER:
         return forest.over(name, starts, seen)

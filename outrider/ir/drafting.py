@@ -146,8 +146,8 @@ class ProposeOp(IRDLOperation):
         if self.beside:
             printer.print_string(" beside ")
             printer.print_list(self.beside, printer.print_ssa_value)
-        if self.how.data != OVER:
-            printer.print_string(f" depth {shown(self.depth)} width {shown(self.width)}")
+        fixed = " depth 0" * (self.depth is not None) if self.how.data == OVER else f" depth {shown(self.depth)} width {shown(self.width)}"
+        printer.print_string(fixed)
         if self.sample is not None:
             printer.print_string(f" sample {shown(self.sample)}")
         for word, value in (("order", self.order), ("shape", self.shape), ("device", self.device)):

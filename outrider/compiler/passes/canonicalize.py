@@ -9,7 +9,7 @@ from xdsl.rewriter import Rewriter
 from outrider.ir.deciding import AcceptOp, DeferOp, ProgramOp
 from outrider.ir.drafting import AgreeOp, ContextOp, EmptyOp, ProposeOp, PruneOp, RelayOp, UnionOp
 from outrider.ir.text import programs
-from outrider.ir.types import AFTER, FREE, ON, OVER, POINT, draft, joined, kind_of, value_of
+from outrider.ir.types import FREE, ON, OVER, POINT, draft, joined, kind_of, value_of
 
 
 class Canonicalize(ModulePass):
@@ -86,8 +86,8 @@ def _cold(op: AcceptOp) -> bool:
 
 def _propose(op: ProposeOp) -> bool:
     beside = list(dict.fromkeys(d for d in op.beside if not _empty(d)))
-    if value_of(op.depth) == 0 and op.how.data != OVER:
-        rest = beside + ([op.at] if op.how.data == AFTER else [])
+    if value_of(op.depth) == 0:
+        rest = beside + ([op.at] if op.how.data != ON else [])
         made = [] if len(rest) == 1 else [UnionOp(rest) if rest else EmptyOp()]
         Rewriter.replace_op(op, made, rest if len(rest) == 1 else None)
         return True
@@ -102,7 +102,8 @@ def _propose(op: ProposeOp) -> bool:
 def _again(op: ProposeOp, at: SSAValue, how: str, beside: list[SSAValue]) -> bool:
     """The same proposal from another place."""
     order, shape, device = (a.data if a else None for a in (op.order, op.shape, op.device))
-    numbers = {"depth": 1 if op.how.data == OVER else value_of(op.depth), "width": value_of(op.width), "sample": value_of(op.sample)}
+    depth, width = (1, 1) if op.how.data == OVER else (value_of(op.depth), value_of(op.width))
+    numbers = {"depth": depth, "width": width, "sample": value_of(op.sample)}
     Rewriter.replace_op(op, ProposeOp(op.name_of, at, op.own.data, how=how, beside=beside, order=order, shape=shape, device=device, **numbers))
     return True
 

@@ -18,6 +18,6 @@ class FlattenRelay(ModulePass):
         for program in programs(op):
             for relay in [o for o in program.body.block.ops if isinstance(o, RelayOp)]:
                 name, own = relay.drafter.data, relay.own.data
-                over = ProposeOp(name, relay.at, own, how=OVER, width=1)
+                over = ProposeOp(name, relay.at, own, how=OVER)
                 agreed = AgreeOp(over.out, name)
                 Rewriter.replace_op(relay, [over, agreed, ProposeOp(name, agreed.out, own, how=AFTER, depth=value_of(relay.depth), width=1)])

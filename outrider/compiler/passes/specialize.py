@@ -106,11 +106,12 @@ def fill(module: ModuleOp, plan: Plan) -> None:
     """Put a plan's numbers into the holes. What a program fixed itself stays, unless the plan leaves its drafter out."""
     wanted = {name: (depth, width) for name, depth, width in plan.drafters}
     for op in [o for p in programs(module) for o in p.body.block.ops]:
-        if isinstance(op, RelayOp) or (isinstance(op, ProposeOp) and op.how.data != OVER):
+        if isinstance(op, RelayOp | ProposeOp):
             depth, width = wanted.get(op.drafter.data, (0, 1))
-            if op.depth is None or depth == 0:
+            over = isinstance(op, ProposeOp) and op.how.data == OVER  # one level and no other, or none
+            if depth == 0 or (op.depth is None and not over):
                 op.depth = number(depth)
-            if isinstance(op, ProposeOp) and op.width is None:
+            if isinstance(op, ProposeOp) and op.width is None and not over:
                 op.width = number(max(width, 1))
         elif isinstance(op, PruneOp) and op.budget is None:
             op.budget = number(plan.budget)
