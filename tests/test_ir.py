@@ -79,6 +79,7 @@ def test_there_are_ten_and_none_checks_nothing() -> None:
         ("width 1", "width -1", "3:", "literal"),
         ("accept %kept, %scores", "accept %draft, %scores", "6:3", "the scores are of another draft"),
         ("  outrider.commit %outcome\n", "", "1:1", "a program ends with its one commit"),
+        ("  outrider.commit", '  %other = outrider.accept %kept, %scores by "coupled"\n  outrider.commit', "1:1", "a program accepts once, and commits that: this one has 2"),
         ("outrider.prune", "outrider.prone", "4:", "outrider.prone is not registered"),
         ("outrider.program @chain", "outrider.program chain", "1:", "symbol"),
         ("}\n", "", "", ""),

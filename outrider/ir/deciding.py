@@ -183,3 +183,6 @@ class ProgramOp(IRDLOperation):
         last = self.body.block.last_op
         if not isinstance(last, CommitOp) or sum(isinstance(op, CommitOp) for op in self.body.block.ops) > 1:
             raise VerifyException("a program ends with its one commit")
+        accepts = [op for op in self.body.block.ops if isinstance(op, AcceptOp)]  # what is lawful hangs on its rule
+        if [op.out for op in accepts] != [last.outcome]:
+            raise VerifyException(f"a program accepts once, and commits that: this one has {len(accepts)} accepts")
