@@ -1,5 +1,7 @@
 """Laws 3 and 4: generated code equals the interpreter, and no pass changes what a program writes. What passes save, counted."""
 
+import ast
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 import outrider
 from outrider.compiler import jit as jit_module
+from outrider.compiler.opt import PLAIN, step_of
 from outrider.compiler.pipeline import BACK, FRONT, PASSES, Pipeline, passes
 from outrider.control.fixed import Told, fixed
 from outrider.core.errors import OutriderError
@@ -292,13 +295,19 @@ def test_the_cache_forgets_the_oldest_plans(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_facts_rule_out_what_code_leaves_out() -> None:
     """Nothing is asked of a controller that only tells, and no limit is looked for where there is none."""
-    from outrider.compiler.opt import PLAIN, step_of
-
     lowered = Pipeline(passes(["flatten-relay", "dce", "lower"])).run(parse(TWICE))
     sure = step_of(programs(lowered)[0])
     wary = step_of(programs(lowered)[0], PLAIN._replace(told=False, free=False, one=False, raw=False))
     assert "controller" not in sure and "decided(scores)" in sure and "[-1" in sure
     assert "forest.grow" in wary and "accept(" in wary and "len(seqs)" in wary
+
+
+def test_code_names_a_drafter_as_its_program_does() -> None:
+    for name in ("näher:2.5x{0}", 'lo"ok', "back\\slash"):
+        lowered = Pipeline(passes(["dce", "lower"])).run(parse(TWICE.replace('"model"', json.dumps(name, ensure_ascii=False))))
+        for free in (True, False):
+            tree = ast.parse(step_of(programs(lowered)[0], PLAIN._replace(free=free)))
+            assert name in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
 def test_a_program_of_ones_own_is_run(tmp_path: Any) -> None:

@@ -1,6 +1,7 @@
 """Code generation: a lowered program as Python source for one step. Bounded loops with break, no dispatch, and nothing that the
 facts of the batch rule out. Equal, token for token, to the interpreter."""
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -118,7 +119,7 @@ class _Writer:
     def call(self, ops: list[Operation]) -> list[str]:
         """The lines of a step that is lean."""
         made = [op for op in ops if isinstance(op, ProposeOp)]
-        asked = "".join(f'("{op.name_of}", {value_of(op.depth)}, {value_of(op.width)}), ' for op in made).rstrip()
+        asked = "".join(f"({_quoted(op)}, {value_of(op.depth)}, {value_of(op.width)}), " for op in made).rstrip()
         return [
             *[f"    # {_words(op)}" for op in made],
             f'    return usual(parts, now, ({asked}), "{self.rule}", {not self.facts.told}, {self.pruned})  # ask, weigh',
@@ -126,7 +127,7 @@ class _Writer:
 
     def propose(self, op: ProposeOp) -> None:
         seen = ", ".join(f"*{self.names[v]}" for v in op.operands if isinstance(v.type, DraftType))
-        how, name, depth, width = op.how.data, op.name_of, value_of(op.depth), value_of(op.width)
+        how, name, depth, width = op.how.data, _quoted(op), value_of(op.depth), value_of(op.width)
         self.say(f"    # {_words(op)}")
         if depth == 0:
             self.name(op, f"sorted({{{seen}}})" if seen else "[]")
@@ -134,11 +135,11 @@ class _Writer:
         self.all |= {op}
         self.weighed = None
         at = "[]" if how == ON else self.names[op.at]
-        starts = f'forest.starts("{how}", {at}, "{name}", own={isinstance(op.at.owner, AgreeOp)})'
+        starts = f'forest.starts("{how}", {at}, {name}, own={isinstance(op.at.owner, AgreeOp)})'
         first_best = op.order is not None and op.order.data == "best-first"
         verb = "shaped" if op.shape is not None else "over" if how == OVER else "best_first" if first_best else "grow"
         size = f", {parents_of(op.shape.data)}" if op.shape is not None else "" if how == OVER else f", {depth}, {width}"
-        self.say(f'    grown = forest.{verb}("{name}", {starts}, {f"sorted({{{seen}}})" if seen else "[]"}{size})')
+        self.say(f"    grown = forest.{verb}({name}, {starts}, {f'sorted({{{seen}}})' if seen else '[]'}{size})")
         self.say("    full = forest.full")
         self.name(op, "grown", own=op)
 
@@ -190,6 +191,10 @@ def _simple(op: Operation) -> bool:
     return op.reusing is None if isinstance(op, ScoreOp) else not isinstance(op, AgreeOp)
 
 
+def _quoted(op: ProposeOp) -> str:
+    return json.dumps(op.name_of, ensure_ascii=False)
+
+
 def _words(op: ProposeOp) -> str:
     size = ", depth 0" * (op.depth is not None) if op.how.data == OVER else f", depth {shown(op.depth)} width {shown(op.width)}"
-    return f'propose "{op.name_of}" {op.how.data}{size}'
+    return f"propose {_quoted(op)} {op.how.data}{size}"

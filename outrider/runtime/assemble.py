@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from collections.abc import Iterable
+import re
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from inspect import signature
@@ -230,6 +231,11 @@ def _refuse_foreign(drafter: Any) -> None:
     remedy = "the name of one, or an object with its verbs (docs/extend.md)"
     if not hasattr(drafter, "extend"):
         raise OutriderError(f"{drafter!r} is no drafter", "it has no `extend`", remedy)
+    name = getattr(drafter, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[^\s\"'\\]+", name):
+        raise OutriderError(
+            f"a drafter cannot be named {name!r}", "programs and plans write it as one word", "a name without spaces, quotes and backslashes"
+        )
     try:
         signature(drafter.extend).bind(*[None] * 7, levels=1, on=None)
     except TypeError as other:
