@@ -80,6 +80,10 @@ def test_there_are_ten_and_none_checks_nothing() -> None:
         ("accept %kept, %scores", "accept %draft, %scores", "6:3", "the scores are of another draft"),
         ("  outrider.commit %outcome\n", "", "1:1", "a program ends with its one commit"),
         ("  outrider.commit", '  %other = outrider.accept %kept, %scores by "coupled"\n  outrider.commit', "1:1", "a program accepts once, and commits that: this one has 2"),
+        ('"exact"', '"exact" at temperature 0.7', "6:71", "temperature 0 is the only one that a program says"),
+        ("  %kept", '  %over = outrider.propose "other" over %draft depth 3 : point\n  %kept', "4:3", "'over' guesses one token below every place"),
+        ("  %kept", '  %over = outrider.propose "other" over %draft width 1 : point\n  %kept', "4:3", "'over' guesses one token below every place"),
+        ("  %kept", '  %over = outrider.propose "other" over %draft shape "-1 -1" : point\n  %kept', "4:3", "'over' guesses one token below"),
         ("outrider.prune", "outrider.prone", "4:", "outrider.prone is not registered"),
         ("outrider.program @chain", "outrider.program chain", "1:", "symbol"),
         ("}\n", "", "", ""),
@@ -102,6 +106,11 @@ def test_parents_are_plain_numbers(shape: str) -> None:
     text = CHAIN.replace("depth 4 width 1", f'depth 2 width 1 shape "{shape}"')
     with pytest.raises(OutriderError, match="is no tree"):
         parse(text)
+
+
+def test_who_is_left_out_over_a_draft_is_printed_so() -> None:
+    left_out = opt(CHAIN.replace("  %kept", '  %over = outrider.propose "other" over %draft : point\n  %kept', 1), names='specialize{plan="model:4"}')
+    assert 'propose "other" over %draft depth 0 : point' in left_out and opt(left_out) == left_out
 
 
 def test_text_without_a_program_is_refused() -> None:

@@ -115,7 +115,9 @@ class AcceptOp(IRDLOperation):
         rule, cold = parser.parse_str_literal("a rule, in quotes"), False
         if parser.parse_optional_keyword("at"):
             parser.parse_keyword("temperature")
-            cold = float(parser.parse_number()) == 0
+            start, cold = parser.pos, True
+            if float(parser.parse_number()) != 0:
+                parser.raise_error("temperature 0 is the only one that a program says: others are their requests' own", start, parser.pos)
         return cls(at, scores, rule, cold=cold)
 
     def print(self, printer: Printer) -> None:

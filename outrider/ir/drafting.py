@@ -147,9 +147,7 @@ class ProposeOp(IRDLOperation):
             printer.print_string(" beside ")
             printer.print_list(self.beside, printer.print_ssa_value)
         fixed = " depth 0" * (self.depth is not None) if self.how.data == OVER else f" depth {shown(self.depth)} width {shown(self.width)}"
-        printer.print_string(fixed)
-        if self.sample is not None:
-            printer.print_string(f" sample {shown(self.sample)}")
+        printer.print_string(fixed + (f" sample {shown(self.sample)}" if self.sample is not None else ""))
         for word, value in (("order", self.order), ("shape", self.shape), ("device", self.device)):
             if value is not None:
                 printer.print_string(f' {word} "{value.data}"')
@@ -167,6 +165,8 @@ class ProposeOp(IRDLOperation):
         if self.beside:
             lawful(self, [self.own.data, *map(kind_of, self.beside)], f"'{self.name_of}' beside other guesses makes one node of two that are equal")
         if self.how.data == OVER:
+            if value_of(self.depth) or {"width", "order", "shape"}.intersection(self.properties):
+                raise VerifyException(f"'{OVER}' guesses one token below every place of a draft: it takes no depth (but 0), width, order or shape")
             lawful(self, [self.own.data], "guesses over a draft are dropped where they differ from it")
         if self.overlapped is not None:
             apart(self, self.name_of, waits=self.how.data != ON or bool(self.beside))
