@@ -16,7 +16,7 @@ from outrider.control.fixed import Told
 from outrider.control.tables import Tables
 from outrider.core import tree
 from outrider.core.errors import OutriderError
-from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
+from outrider.core.types import Draft, Limits, Places, Plan, Sequence, StepRecord
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.ir.deciding import AcceptOp, CommitOp, ProgramOp, ScoreOp
@@ -29,6 +29,7 @@ from outrider.runtime.engine import Engine
 
 VOCAB = 6
 NAMES = ("lookup", "model", "weak")
+NO_LIMITS = Limits()
 
 
 def random_program(rng: random.Random, rule: str) -> ModuleOp:
@@ -129,7 +130,7 @@ def ticks() -> Callable[[], float]:
 
 
 def written(source: Callable[[str], ModuleOp], plans: Callable[[], Plan], rule: str, *, rows: int = 2, control: Callable[..., Any] = Told, seed: int = 0,
-            tokens: int = 10, **jit: Any) -> tuple[list[list[int]], list[StepRecord], Engine]:  # fmt: skip
+            tokens: int = 10, limits: Limits = NO_LIMITS, **jit: Any) -> tuple[list[list[int]], list[StepRecord], Engine]:  # fmt: skip
     """The texts of three requests under a program, the records of their steps, and the engine."""
     target = ToyModel(VOCAB, 5, rows=rows, scale=1.5)
     drafters = {
@@ -140,6 +141,6 @@ def written(source: Callable[[str], ModuleOp], plans: Callable[[], Plan], rule: 
     engine = Engine(target, drafters, control(lambda seqs: (plans(), "random")), rows, source=source, **jit)
     engine.now = ticks()
     heat = {} if rule == "greedy" else {"temperature": 0.9, "rule": rule}
-    asked = [request([1 + i, 2, 3, 1, 2, 3][: 3 + i], f"p{i}", seed=seed + i, max_tokens=tokens, **heat) for i in range(3)]
+    asked = [replace(request([1 + i, 2, 3, 1, 2, 3][: 3 + i], f"p{i}", seed=seed + i, max_tokens=tokens, **heat), limits=limits) for i in range(3)]
     seqs = run(engine, asked)
     return [s.generated for s in seqs], list(engine.ring), engine

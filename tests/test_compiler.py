@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from outrider.compiler.opt import PLAIN, step_of
 from outrider.compiler.pipeline import BACK, FRONT, PASSES, Pipeline, passes
 from outrider.control.fixed import Told, fixed
 from outrider.core.errors import OutriderError
-from outrider.core.types import Plan, Request, SamplingParams
+from outrider.core.types import MAX_NODES, Limits, Plan, Request, SamplingParams
 from outrider.drafters.lookup import Lookup
 from outrider.drafters.model import ModelDrafter
 from outrider.ir.text import parse, programs, show
@@ -314,6 +315,31 @@ def test_a_program_of_ones_own_is_run(tmp_path: Any) -> None:
     module: ModuleOp = parse(TWICE)
     texts, records, _engine = written(lambda rule: module.clone(), lambda: ALL, "greedy", rows=1)
     assert texts and all(r.levels.get("lookup") is None for r in records), "it asks no lookup"
+
+
+ALONE = TWICE.replace("depth 3 width 1", "depth ? width ?")
+PARTS = ALONE.replace(
+    "%draft = outrider.union %a, %b",
+    """%p = outrider.prune %b budget ?
+  %q = outrider.prune %c budget ?
+  %draft = outrider.union %p, %q""",
+)
+
+
+@pytest.mark.parametrize("hot", [None, 0])
+@pytest.mark.parametrize("text", [ALONE, PARTS], ids=["no prune", "a prune for each part"])
+def test_limits_a_budget_and_the_scheduler_act_on_every_program(tmp_path: Any, text: str, hot: int | None) -> None:
+    """What is verified is what one last prune leaves, whether the file has it or not."""
+    (file := tmp_path / "mine.mlir").write_text(text)
+    source = jit_module.of_file(file, dict.fromkeys(NAMES, SimpleNamespace(draws=True)))
+    for budget, limits in ((3, Limits()), (0, Limits(most=2)), (0, Limits(least=8)), (0, Limits(floor=0.4))):
+        plan = Plan(tuple((name, 4, 2) for name in NAMES), budget)
+        _, records, _ = written(source, lambda p=plan: p, "greedy", rows=1, hot=hot, limits=limits)
+        drafted = [r.drafted[0] for r in records]
+        assert 0 < max(drafted) <= (budget or limits.most or MAX_NODES) and all(n == 0 or n >= limits.least for n in drafted)
+        assert min(r.draft.score[n] for r in records for n in r.kept) >= limits.floor
+    _, records, _ = written(source, Plan, "greedy", control=scheduler, hot=hot, tokens=40)
+    assert any(any(r.drafted) for r in records) and not any(any(r.drafted) and r.reason.startswith("off") for r in records)
 
 
 OVER = TWICE.replace('"model" on %text depth 3 width 1', '"lookup" on %text depth ? width ?', 1).replace(

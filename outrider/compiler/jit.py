@@ -17,7 +17,7 @@ from outrider.compiler.pipeline import BACK, FRONT, Pipeline, find, passes
 from outrider.compiler.step import Done, Facts, Now, Parts
 from outrider.core.errors import OutriderError
 from outrider.core.types import Plan
-from outrider.ir.build import pick, program
+from outrider.ir.build import bound, pick, program
 from outrider.ir.deciding import ScoreOp
 from outrider.ir.drafting import AgreeOp, ProposeOp, RelayOp
 from outrider.ir.text import parse, programs
@@ -127,4 +127,5 @@ def of_file(file: Path, drafters: Mapping[str, Any]) -> Callable[[str], Any]:
     fill(tried := module.clone(), Plan(tuple((name, 1, 1) for name in drafters)))
     for one in programs(tried):
         refuse(one)
+    bound(module)
     return lambda rule: pick(module, rule)

@@ -27,6 +27,18 @@ def program(stages: Sequence[Sequence[str]], draws: Mapping[str, bool], rule: st
     return ModuleOp([ProgramOp(name, Region(Block(ops)))])
 
 
+def bound(module: ModuleOp) -> None:
+    """Verify of every program what one last prune leaves, as the default one does: requests' limits, a plan's budget and the controller act there."""
+    for one in programs(module):
+        accept = next(op for op in one.body.block.ops if isinstance(op, AcceptOp))
+        score = accept.scores.owner
+        if isinstance(accept.at.owner, PruneOp) or not isinstance(score, ScoreOp):
+            continue
+        prune = PruneOp(accept.at, unless_sampled=kind_of(accept.at) != POINT)
+        one.body.block.insert_op_before(prune, score)
+        score.operands[0] = accept.operands[0] = prune.out
+
+
 def pick(module: ModuleOp, rule: str) -> ModuleOp | None:
     """Of a module's programs the one for requests of a rule; greedy ones take any, at temperature 0. None where there is none."""
     rules = {_asked(p): p.body.block.last_op for p in reversed(programs(module))}
