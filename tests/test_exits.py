@@ -1,6 +1,7 @@
 """Early exits: a draft by the target's own first layers, whose work is not done twice, and what they change of the text: nothing."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,8 +105,12 @@ def test_staged_and_early_exit_by_name() -> None:
     assert "outrider.relay" in runtime.program()["program"] and "forest.over(" in runtime.program()["code"]
 
 
-def test_a_strict_runtime_computes_every_node_anew() -> None:
-    runtime = outrider.load(None, ["early-exit:3"], compile="off", strict=True, depth=2)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_strict_runtime_computes_every_node_anew(tmp_path: Path, own: bool) -> None:
+    """Though its user's program says otherwise."""
+    text = (Path(__file__).parent / "ir" / "early_exit.mlir").read_text().replace("early-exit:2", "early-exit:3")
+    (file := tmp_path / "mine.mlir").write_text(text.replace('by "target"', 'by "target" reusing 3 layers', 1))
+    runtime = outrider.load(None, ["early-exit:3"], compile="off", strict=True, depth=2, program=file if own else None)
     assert "reusing" not in runtime.program()["program"]
     out = runtime.generate("Once upon a time", max_tokens=24)
     assert out.tokens == runtime.generate("Once upon a time", max_tokens=24, speculation="off").tokens

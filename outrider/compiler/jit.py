@@ -107,8 +107,9 @@ class Jit:
         return Pipeline(made_by, each=False).run(made)
 
 
-def of_file(file: Path, drafters: Mapping[str, Any]) -> Callable[[str], Any]:
-    """A `source` of what a file says. Raises OutriderError with the place of what is wrong, and for what cannot be run here."""
+def of_file(file: Path, drafters: Mapping[str, Any], *, chain: bool = False) -> Callable[[str], Any]:
+    """A `source` of what a file says; `chain`: as strict steps do it. Raises OutriderError with the place of what is wrong, and for what cannot be
+    run here."""
     try:
         module = parse(file.read_text("utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as bad:
@@ -127,5 +128,5 @@ def of_file(file: Path, drafters: Mapping[str, Any]) -> Callable[[str], Any]:
     fill(tried := module.clone(), Plan(tuple((name, 1, 1) for name in drafters)))
     for one in programs(tried):
         refuse(one)
-    bound(module)
+    bound(module, chain=chain)
     return lambda rule: pick(module, rule)

@@ -27,16 +27,20 @@ def program(stages: Sequence[Sequence[str]], draws: Mapping[str, bool], rule: st
     return ModuleOp([ProgramOp(name, Region(Block(ops)))])
 
 
-def bound(module: ModuleOp) -> None:
-    """Verify of every program what one last prune leaves, as the default one does: requests' limits, a plan's budget and the controller act there."""
+def bound(module: ModuleOp, *, chain: bool = False) -> None:
+    """Verify of every program what one last prune leaves, as the default one does: requests' limits, a plan's budget and the controller act there.
+    chain: it leaves one path a row, of which all layers are run."""
     for one in programs(module):
         accept = next(op for op in one.body.block.ops if isinstance(op, AcceptOp))
-        score = accept.scores.owner
-        if isinstance(accept.at.owner, PruneOp) or not isinstance(score, ScoreOp):
-            continue
-        prune = PruneOp(accept.at, unless_sampled=kind_of(accept.at) != POINT)
-        one.body.block.insert_op_before(prune, score)
-        score.operands[0] = accept.operands[0] = prune.out
+        score, prune = accept.scores.owner, accept.at.owner
+        assert isinstance(score, ScoreOp)
+        if not isinstance(prune, PruneOp):
+            prune = PruneOp(accept.at, unless_sampled=kind_of(accept.at) != POINT)
+            one.body.block.insert_op_before(prune, score)
+            score.operands[0] = accept.operands[0] = prune.out
+        if chain:
+            prune.chain = UnitAttr()
+            score.properties.pop("reusing", None)
 
 
 def pick(module: ModuleOp, rule: str) -> ModuleOp | None:

@@ -91,7 +91,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
     stages = [[next(names) for _ in group] for group in groups]
     made: dict[str, Any] = {} if model.compiled is None else {"front": tuple(p for p in FRONT if p != "inline-early-exit")}  # those steps are whole
     if s.program is not None:
-        made["source"] = of_file(Path(s.program), parts)
+        made["source"] = of_file(Path(s.program), parts, chain=s.strict)
     if s.compile == "wait":
         _wait([model, *(part.model for part in parts.values() if isinstance(part, ModelDrafter))], s.strict)
     if s.compile != "off" and not getattr(model.compiled, "building", False):
