@@ -59,6 +59,14 @@ def test_what_is_printed_reads_back_as_the_same(file: Path) -> None:
         assert show(parse(again)) == again
 
 
+@pytest.mark.parametrize("sure", ["0.00001", "1.000000e-05", "1", "0.30000000000000004"])
+@pytest.mark.parametrize("name", ["deferral", '"a b"', '"\\"quoted\\""'])
+def test_numbers_and_names_of_all_kinds_read_back(name: str, sure: str) -> None:
+    text = next(f for f in FILES if f.stem == "deferral").read_text()
+    module = parse(text.replace("@deferral", f"@{name}").replace("sure 0.9", f"sure {sure}").replace('"model"', '"mo\\"d\\\\el"'))
+    assert parse(show(module)).is_structurally_equivalent(module)
+
+
 def test_there_are_ten_and_none_checks_nothing() -> None:
     assert len(FILES) >= 10 and all("CHECK" in f.read_text() or "ERROR" in f.read_text() for f in FILES)
 

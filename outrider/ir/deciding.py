@@ -1,5 +1,7 @@
 """Operations that decide: who answers, what is scored, what stays. `commit` is the one effect."""
 
+from decimal import Decimal
+
 from xdsl.dialects.builtin import FloatAttr, IntegerAttr, StringAttr, SymbolNameConstraint, UnitAttr, f64, i64
 from xdsl.ir import Attribute, Operation, Region, SSAValue
 from xdsl.irdl import IRDLOperation, irdl_op_definition, operand_def, opt_prop_def, prop_def, region_def, result_def, traits_def
@@ -41,7 +43,7 @@ class DeferOp(IRDLOperation):
     def print(self, printer: Printer) -> None:
         printer.print_string(" ")
         printer.print_ssa_value(self.at)
-        printer.print_string(f" unless sure {self.sure.value.data}")
+        printer.print_string(f" unless sure {Decimal(repr(self.sure.value.data)):f}")  # without an exponent: that would not be read
 
     def verify_(self) -> None:
         if not 0 < self.sure.value.data <= 1:
@@ -85,7 +87,7 @@ class ScoreOp(IRDLOperation):
         printer.print_ssa_value(self.at)
         printer.print_string(" on ")
         printer.print_ssa_value(self.context)
-        printer.print_string(f' by "{self.model.data}"' + (f" reusing {shown(self.reusing)} layers" if self.reusing is not None else ""))
+        printer.print_string(f" by {self.model}" + (f" reusing {shown(self.reusing)} layers" if self.reusing is not None else ""))
 
 
 @irdl_op_definition
@@ -123,7 +125,7 @@ class AcceptOp(IRDLOperation):
     def print(self, printer: Printer) -> None:
         printer.print_string(" ")
         printer.print_list([self.at, self.scores], printer.print_ssa_value)
-        printer.print_string(f' by "{self.rule.data}"' + " at temperature 0" * (self.cold is not None))
+        printer.print_string(f" by {self.rule}" + " at temperature 0" * (self.cold is not None))
 
     def verify_(self) -> None:
         if self.rule.data not in RULES:
@@ -178,7 +180,9 @@ class ProgramOp(IRDLOperation):
         return cls(name.data, parser.parse_region(), approximate=approximate)
 
     def print(self, printer: Printer) -> None:
-        printer.print_string(f" @{self.sym_name.data}{' approximate' * (self.approximate is not None)} ")  # type: ignore[attr-defined]
+        printer.print_string(" ")
+        printer.print_symbol_name(self.sym_name.data)  # type: ignore[attr-defined]
+        printer.print_string(" approximate " if self.approximate is not None else " ")
         printer.print_region(self.body)
 
     def verify_(self) -> None:

@@ -141,7 +141,7 @@ class ProposeOp(IRDLOperation):
         return op
 
     def print(self, printer: Printer) -> None:
-        printer.print_string(f' "{self.drafter.data}" {self.how.data} ')
+        printer.print_string(f" {self.drafter} {self.how.data} ")
         printer.print_ssa_value(self.at)
         if self.beside:
             printer.print_string(" beside ")
@@ -150,7 +150,7 @@ class ProposeOp(IRDLOperation):
         printer.print_string(fixed + (f" sample {shown(self.sample)}" if self.sample is not None else ""))
         for word, value in (("order", self.order), ("shape", self.shape), ("device", self.device)):
             if value is not None:
-                printer.print_string(f' {word} "{value.data}"')
+                printer.print_string(f" {word} {value}")
         printer.print_string(f" : {self.own.data}" + "".join(f" {mark}" for mark in self.MARKS if mark in self.properties))
 
     def verify_(self) -> None:
@@ -200,7 +200,7 @@ class RelayOp(IRDLOperation):
         return cls(drafter, at, parser.parse_identifier(context_msg=": a kind"), depth)
 
     def print(self, printer: Printer) -> None:
-        printer.print_string(f' "{self.drafter.data}" over ')
+        printer.print_string(f" {self.drafter} over ")
         printer.print_ssa_value(self.at)
         printer.print_string(f" depth {shown(self.depth)} : {self.own.data}")
 
@@ -232,7 +232,7 @@ class AgreeOp(IRDLOperation):
     def print(self, printer: Printer) -> None:
         printer.print_string(" ")
         printer.print_ssa_value(self.at)
-        printer.print_string(f' by "{self.drafter.data}"')
+        printer.print_string(f" by {self.drafter}")
 
     def verify_(self) -> None:
         lawful(self, [kind_of(self.at)], "what the drafter would not have written is dropped")
