@@ -102,7 +102,7 @@ def _propose(op: ProposeOp) -> bool:
 def _again(op: ProposeOp, at: SSAValue, how: str, beside: list[SSAValue]) -> bool:
     """The same proposal from another place."""
     order, shape, device = (a.data if a else None for a in (op.order, op.shape, op.device))
-    depth, width = (1, 1) if op.how.data == OVER else (value_of(op.depth), value_of(op.width))
+    depth, width = (1, 1) if op.how.data == OVER != how else (value_of(op.depth), value_of(op.width))
     numbers = {"depth": depth, "width": width, "sample": value_of(op.sample)}
     Rewriter.replace_op(op, ProposeOp(op.name_of, at, op.own.data, how=how, beside=beside, order=order, shape=shape, device=device, **numbers))
     return True
