@@ -470,16 +470,8 @@ def test_a_drafter_that_cannot_be_asked_is_refused_before_anything_is_read():
     refused(lambda: outrider.load(gone, 3), "3 is no drafter", "it has no `extend`")
     refused(lambda: outrider.load(gone, [Loose()]), gone)
     refused(lambda: outrider.load(gone, Loose()), gone)
-    for name in (
-        "my drafter",
-        'lo"ok',
-        "look's",
-        "back\\slash",
-        "two\nlines",
-        "",
-        None,
-        7,
-    ):  # words of plans and programs, and of the code made of those
+    words = ("my drafter", 'lo"ok', "look's", "back\\slash", "two\nlines", "", None, 7)  # of plans and programs, and of the code made of those
+    for name in words:
         Loose.name = name
         refused(lambda: outrider.load(gone, [Loose()]), f"cannot be named {name!r}", "without spaces")
     Loose.name = "näher:2.5x{0}"

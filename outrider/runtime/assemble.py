@@ -5,8 +5,8 @@ import gc
 import importlib
 import json
 import os
-from collections.abc import Iterable
 import re
+from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from inspect import signature
