@@ -157,6 +157,25 @@ def holds(toy: ToyModel) -> None:
         assert row.owner is None or toy.rows.of(row.owner) is row
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_a_row_is_closed_once_though_its_end_was_interrupted(monkeypatch, others):
+    """Who is closed again takes no row from who has it by now."""
+    toy = ToyModel(11, 0, order=None, rows=2)
+    a, b, c = sequence([1, 2, 3], "a"), sequence([4, 5], "b"), sequence([1, 2, 3, 4], "c")
+    for seq in (a, b):
+        toy.open(seq)
+    toy.prefill([a, b])
+    stopped(monkeypatch, toy.store, "swap", "after", lambda: toy.close(a))
+    if others:
+        toy.open(c)
+    toy.close(a)
+    toy.close(a)
+    holds(toy)
+    assert toy.rows.active == 1 + others and not a.slots
+    for seq in [b, c][: 1 + others]:
+        assert torch.equal(toy.score([seq], Draft(rows=1), [-1]).logits[0], torch.from_numpy(toy.logits(seq.tokens)))
+
+
 @pytest.mark.parametrize("when", ["before", "amid", "after"])
 @pytest.mark.parametrize("verb", ["close", "open", "copy"])
 def test_an_interrupted_move_of_rows_costs_reading_again_and_no_text(monkeypatch, verb, when):

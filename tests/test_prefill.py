@@ -119,6 +119,7 @@ def test_how_many_unread_tokens_are_worth_a_forward_is_measured_and_kept(fresh, 
     with monkeypatch.context() as clock:
         clock.setattr(compiled, "seconds_of_each", timed)
         clock.setattr(package.Package, "place", lambda *_, **__: None)
+        clock.setattr(compiled.Compiled, "_weigh", lambda self: None)
         clock.setattr(package.Package, "__call__", lambda self, table, *_: widths.append(table.shape[1]))
         first.placed = -1e9
         first.rest()

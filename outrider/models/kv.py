@@ -128,9 +128,10 @@ class Rows:
                 self.store.copy(best, row.index, 0, shared[best])
         row.text = list(prompt[: shared[best]])
         self.reused += shared[best]
+        self._exchange(row, self.all[self.active], self.active)
+        self.active += 1
         row.owner, row.base, row.scratch, row.skipped = seq, -1, {}, 0
-        seq.slots[self.name] = row  # from here on `close` finds it, wherever an interruption comes
-        self._exchange(row, self.all[self.active], self.active + 1)
+        seq.slots[self.name] = row
         return row
 
     def close(self, seq: Sequence) -> None:
@@ -139,12 +140,12 @@ class Rows:
         row: Row | None = seq.slots.get(self.name)
         if row is None:
             return
-        if row.owner is seq:  # else somebody has it by now
+        if row.owner is seq:
             self._forget(row)
-            if row.index < self.active:
-                self._exchange(row, self.all[self.active - 1], self.active - 1)
             self.clock += 1
             row.owner, row.base, row.scratch, row.used = None, -1, {}, self.clock
+        if row.owner is None and row.index < self.active:  # else somebody has it by now, or it has its place
+            self._exchange(row, self.all[self.active - 1], self.active - 1)
         del seq.slots[self.name]
 
     def _exchange(self, a: Row, b: Row, active: int) -> None:
