@@ -1,6 +1,6 @@
 """Contract suites: what every Model and every Drafter must do, whichever it is (laws 6, 7 and 8)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 
 from outrider.control.fixed import fixed
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Outcome, Plan, Request, SamplingParams, Sequence
 from outrider.models.hf import HFModel
 from outrider.models.kv import Rows
@@ -20,6 +21,17 @@ def always(n: int, values: Iterable[Any]) -> list[Any]:
     return [
         value if i < n else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow) for i, value in enumerate(values)
     ]
+
+
+def refused(do: Callable[[], Any], *words: str) -> OutriderError:
+    """The refusal, which must say all the words and name a remedy."""
+    with pytest.raises(OutriderError) as found:
+        do()
+    error = found.value
+    assert error.what and error.try_this, str(error)
+    for word in words:
+        assert word in str(error), f"{word!r} is not in {error}"
+    return error
 
 
 def sequence(tokens: list[int], name: str = "r", **sampling: object) -> Sequence:

@@ -28,6 +28,15 @@ from outrider.models.toy import ToyModel
 from outrider.runtime.engine import Engine
 
 VOCAB = 6
+TREE = """outrider.program @tree {
+  %text = outrider.context
+  %draft = outrider.propose "model" on %text depth ? width ? : point
+  %kept = outrider.prune %draft budget ?
+  %scores = outrider.score %kept on %text by "target"
+  %outcome = outrider.accept %kept, %scores by "coupled"
+  outrider.commit %outcome
+}
+"""
 NAMES = ("lookup", "model", "weak")
 NO_LIMITS = Limits()
 

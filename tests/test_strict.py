@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from contracts import always, random_draft, request
+from programs import TREE
 from tiny import tiny_folder, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -124,19 +125,8 @@ def test_greedy_texts_and_bits_are_those_of_plain_decoding(rt):
     assert 0 < accepted < drafted, "this is about drafts that are taken and drafts that are not"
 
 
-TREE = """outrider.program @mine {
-  %text = outrider.context
-  %tree = outrider.propose "model" on %text depth ? width ? : point
-  %kept = outrider.prune %tree budget ?
-  %scores = outrider.score %kept on %text by "target"
-  %outcome = outrider.accept %kept, %scores by "coupled"
-  outrider.commit %outcome
-}
-"""
-
-
 @pytest.mark.parametrize(
-    "text", [TREE, TREE.replace("  %kept = outrider.prune %tree budget ?\n", "").replace("%kept", "%tree")], ids=["pruned", "whole"]
+    "text", [TREE, TREE.replace("  %kept = outrider.prune %draft budget ?\n", "").replace("%kept", "%draft")], ids=["pruned", "whole"]
 )
 def test_ones_own_program_verifies_one_path_too(folders, tmp_path, text):
     (file := tmp_path / "mine.mlir").write_text(text)
@@ -144,7 +134,7 @@ def test_ones_own_program_verifies_one_path_too(folders, tmp_path, text):
     rt = outrider.load(folders["target"], [f"model:{folders['draft']}"], **how)
     asked = requests(rt, {"max_tokens": 16}, PROMPTS[:2])
     _, drafted = check(rt, asked, [Plan((("model", 3, 2),)), Plan((("model", 4, 3),), budget=3)], [run_with(rt, Plan(), [r]) for r in asked])
-    assert drafted and "@mine" in rt.program()["program"]
+    assert drafted and "@tree" in rt.program()["program"]
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=["sampled", "penalised"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from contracts import plain, request
+from programs import TREE as PROGRAM
 from programs import written
 from test_profiler import toys
 from written import costs, linear
@@ -20,15 +21,6 @@ from outrider.measure.cost import best_tree, expected_accepted
 from outrider.models.toy import ToyModel
 from outrider.runtime.profiler import rank, sweep
 
-PROGRAM = """outrider.program @tree {
-  %text = outrider.context
-  %draft = outrider.propose "model" on %text depth ? width ? : point
-  %kept = outrider.prune %draft budget ?
-  %scores = outrider.score %kept on %text by "target"
-  %outcome = outrider.accept %kept, %scores by "coupled"
-  outrider.commit %outcome
-}
-"""
 THREE = (0.6, 0.3, 0.1)
 FOUR = (0.45, 0.3, 0.15, 0.1)
 SIXTEEN = "-1 0 -1 1 0 2 3 1 4 5 -1 2 6 3 7 8"

@@ -33,15 +33,7 @@ PLAIN, AGAIN, ADAPTIVE, OFF = "plain", "plain again", "adaptive", "loaded, off"
 LOOKING, MEAN = "looking", "adaptive, mean"
 ALONE = "adaptive, model alone"  # a runtime with the draft model and nothing else
 FIXED = (2, 4, 8)
-CALIBRATED = (
-    "plain",
-    "lookup:4",
-    "lookup:8",
-    "model:2",
-    "model:8",
-    "quantised:2",
-    "quantised:8",
-)  # policies whose replays are compared with live runs
+CALIBRATED = ("plain", "lookup:4", "lookup:8", "model:2", "model:8", "quantised:2", "quantised:8")  # replays that are compared with live runs
 MEASURED = 10  # prompts after which it is measured again what steps cost: on a machine with neighbours that changes within minutes
 
 
