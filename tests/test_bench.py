@@ -318,8 +318,9 @@ def test_a_prompt_that_cannot_be_made_long_is_named(monkeypatch):
     monkeypatch.setattr(
         prompts, "load", lambda category: [Prompt("short", category, "a tree", None, 0.0), Prompt("long", category, "a tree " * 99, None, 0.0)]
     )
-    with pytest.raises(OutriderError, match="short cannot be made 100 tokens long"):
-        ablation.settings(SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(reference.target())), 1, 100)
+    for long in (100, 1):
+        with pytest.raises(OutriderError, match=f"short cannot be made {long} tokens long"):
+            ablation.settings(SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(reference.target())), 1, long)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 import time
-from types import SimpleNamespace
 
 import packages
 import pytest
@@ -222,7 +221,7 @@ def test_a_package_asks_how_many_it_may_have(served, calm, threads, own, pinned,
     threads(2)
     wide, ran = served.compiled.packages["any"], []
     wide.threads, wide.pinned, calm.most, calm.again = own, pinned, 1, float("inf")
-    wide.loader = SimpleNamespace(boxed_run=lambda _: ran.append(torch.get_num_threads()) or [])
+    wide.run = lambda _: ran.append(torch.get_num_threads()) or []
     wide(*served._inputs(block_of(served)))
     assert ran == [want] and torch.get_num_threads() == 2
     assert not wide.usual, "learned with fewer threads than are usual"
@@ -247,9 +246,7 @@ def test_packages_tell_how_long_their_calls_took(served, calm, threads, monkeypa
     threads(2)
     wide, clock, late = served.compiled.packages["any"], [0.0], []
     monkeypatch.setattr(contention.time, "perf_counter", lambda: clock[0])
-    wide.loader = SimpleNamespace(
-        boxed_run=lambda _: clock.__setitem__(0, clock[0] + (SLICE if late and torch.get_num_threads() > 1 else STEP)) or []
-    )
+    wide.run = lambda _: clock.__setitem__(0, clock[0] + (SLICE if late and torch.get_num_threads() > 1 else STEP)) or []
     given, wide.threads = served._inputs(block_of(served)), 2
     wide(*given)
     assert list(wide.usual.values()) == pytest.approx([STEP]) and calm.most == ALL
@@ -269,7 +266,7 @@ def test_strict_packages_keep_their_threads_unless_those_change_no_bit(served, t
         asked.append((given[0].shape[1], torch.get_num_threads()))
         return [torch.full((3,), told[torch.get_num_threads() == 1 and given[0].shape[1] > 1])]
 
-    wide.threads, wide.independent, wide.loader = 2, independent, SimpleNamespace(boxed_run=run)
+    wide.threads, wide.independent, wide.run = 2, independent, run
     served.compiled.settle()
     assert wide.pinned == pinned and asked == ([(1, 2), (1, 1), (package.WIDE, 2), (package.WIDE, 1)] if independent else [])
 

@@ -222,6 +222,7 @@ def test_practice_is_plain_and_drafted_alone_and_together(monkeypatch):
     records = [record for seq in seqs for record in seq.records]
     assert {"lookup", "model"} <= {name for record in records for name in record.levels}
     assert any(not record.levels for record in records) and any(sum(record.accepted) for record in records)
+    assert any(record.reason.startswith("depth") and "model" in record.levels for record in records), "by the scheduler's own choice"
     assert {seq.request.sampling.temperature for seq in seqs} == {0.0, 1.0} and {len(record.context) for record in records} >= {1, 3}
 
 

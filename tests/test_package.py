@@ -4,7 +4,6 @@ import io
 import json
 import os
 import zipfile
-from types import SimpleNamespace
 
 import packages
 import pytest
@@ -26,8 +25,8 @@ cache, started, alive = packages.cache, packages.started, packages.alive
 
 def test_a_package_runs_on_its_own_threads_and_gives_them_back(served):
     package = served.compiled.packages["any"]
-    loader, during = package.loader, []
-    package.loader = SimpleNamespace(boxed_run=lambda x: during.append(torch.get_num_threads()) or loader.boxed_run(x))
+    run, during = package.run, []
+    package.run = lambda x: during.append(torch.get_num_threads()) or run(x)
     block = served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0]
     for threads in (1, 2):
         package.threads = threads

@@ -112,8 +112,10 @@ def _behind(rt: Runtime, prompt: prompts.Prompt, long: int) -> prompts.Prompt:
         if len(more.encode(rt.tokenizer)) > long:
             break
         longer = more
-    if 2 * len(longer.encode(rt.tokenizer)) < long:
-        raise OutriderError(f"{prompt.id} cannot be made {long} tokens long", "others of its kind are too long or empty", "a larger --long")
+    if longer is prompt or 2 * len(longer.encode(rt.tokenizer)) < long:
+        raise OutriderError(
+            f"{prompt.id} cannot be made {long} tokens long", "it, or others of its kind, are too long, or these are empty", "a larger --long"
+        )
     return longer
 
 

@@ -11,10 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 try:
     import resource
@@ -47,28 +46,39 @@ class Contention:
         self.looked, self.switches = -math.inf, 0  # when it was counted how often somebody else had a processor, and how often
         self.lately, self.of = 0.0, 0.0  # seconds of calls since then, and what they take usually
 
-    def call(self, usual: Usual, wanted: int, table: Tensor, read: Tensor, step: Callable[[], Told]) -> Told:
-        """What a step over this table and these slots gives, on the threads that it wants or fewer. `usual`: its own, kept here."""
-        start = time.perf_counter()
-        with self.one:
-            threads = self.threads(wanted, start)
-        out = on(threads, step)
-        end, (rows, width, _) = time.perf_counter(), table.shape
-        with self.one:
-            self.see(usual, (rows * width, len(read).bit_length()), end - start, wanted, end)
+    def call(self, usual: Usual, wanted: int, given: list[Any], step: Callable[[list[Any]], Told]) -> Told:
+        """What a step gives of a table, the slots that are read, and what else it is given (a list that it may empty), on the threads that it wants or
+        fewer. `usual`: its own, kept here."""
+        (rows, width, _), (slots,), start = given[0].shape, given[1].shape, time.perf_counter()
+        out = on(self.threads(wanted, start), step, given)
+        end = time.perf_counter()
+        self.see(usual, (rows * width, slots.bit_length()), end - start, wanted, end)
         return out
 
     def threads(self, wanted: int, now: float) -> int:
         """How many a call has of those that it wants."""
-        if self.most < wanted and not self.trial and now >= self.again:
-            self._have(ALL, now, 0.0)
-        return min(wanted, self.most)
+        if self.most >= wanted:
+            return wanted
+        with self.one:
+            if self.most < wanted and not self.trial and now >= self.again:
+                self._have(ALL, now, 0.0)
+            return min(wanted, self.most)
 
     def see(self, usual: Usual, shape: tuple[int, int], took: float, wanted: int, now: float) -> None:
-        """A call of this shape took so many seconds, until `now`, with `threads` of those that it wanted."""
+        """A call of this shape took so many seconds, until `now`, with `threads` of those that it wanted. Where nothing is late, which is nearly always,
+        that is all: what two threads say at once may count once."""
+        known = usual.get(shape, math.inf)
+        if took <= LATE * known < math.inf and not (self.late or self.trial) and self.most >= wanted and now - self.looked < WINDOW:
+            usual[shape] = _usually(known, took)
+            self.lately, self.of = self.lately + took, self.of + known
+            return
+        with self.one:
+            self._see(usual, shape, took, wanted, now)
+
+    def _see(self, usual: Usual, shape: tuple[int, int], took: float, wanted: int, now: float) -> None:
         had, known = min(wanted, self.most), usual.get(shape, math.inf)
         if had == wanted and took <= LATE * known:
-            usual[shape] = took if took < known else known + (took - known) / SLOWLY
+            usual[shape] = _usually(known, took)
         if known == math.inf or (self.trial and now - self.since < SETTLES):
             return
         self.took, self.usual = self.took + took, self.usual + known
@@ -122,6 +132,10 @@ class Contention:
             self._have(self.before, now, self.patience)
 
 
+def _usually(known: float, took: float) -> float:
+    return took if took < known else known + (took - known) / SLOWLY
+
+
 def fewer(threads: int) -> int:
     """A quarter less: where there are many, most run undisturbed."""
     return threads - max(threads // 4, 1)
@@ -132,14 +146,14 @@ def switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0
 
 
-def on(threads: int, step: Callable[[], Told]) -> Told:
+def on(threads: int, step: Callable[[list[Any]], Told], given: list[Any]) -> Told:
     """What it gives, on so many threads of torch's."""
     before: int = torch.get_num_threads()
     if threads == before:
-        return step()
+        return step(given)
     torch.set_num_threads(threads)
     try:
-        return step()
+        return step(given)
     finally:
         torch.set_num_threads(before)
 

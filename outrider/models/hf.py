@@ -284,14 +284,14 @@ class HFModel:
     @torch.inference_mode()
     def _eager(self, block: Block, last: Tensor | None = None, table: Tensor | None = None, /, **options: Any) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
-        given, threads = self._inputs(block, last, table), torch.get_num_threads()
+        inputs, threads = [*self._inputs(block, last, table)], torch.get_num_threads()
 
-        def step() -> tuple[Tensor, Tensor]:
+        def step(given: list[Any]) -> tuple[Tensor, Tensor]:
             out: tuple[Tensor, Tensor] = self.step(*given, **options)
             return out
 
         watched = threads > 1 and not (self.far or self.pinned)  # sums differ with the threads that make them
-        out = contention.call(self.usual, threads, given[0], given[1], step) if watched else step()
+        out = contention.call(self.usual, threads, inputs, step) if watched else step(inputs)
         self.meter.seconds += time.perf_counter() - start
         return out
 

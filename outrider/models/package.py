@@ -43,6 +43,7 @@ class Package:
         about = file.stat()
         torch.cpu._init_amx()  # Linux lends a processor's tiles to a process that asks; without, code that has them would end it
         self.loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, -1)
+        self.run: Callable[[list[Any]], list[Tensor]] = self.loader.boxed_run  # asked for once
         self.threads = torch.get_num_threads()
         carried = _carried(file) if frozen else {}
         asked = [] if carried is None else self.loader.get_constant_fqns()
@@ -62,12 +63,11 @@ class Package:
     def __call__(self, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         if self.pinned or self.threads == 1:
             return self.on(self.threads, table, read, rows)
-        run = functools.partial(self.loader.boxed_run, [table, read, *rows])
-        return tuple(contention.call(self.usual, self.threads, table, read, run))
+        return tuple(contention.call(self.usual, self.threads, [table, read, *rows], self.run))
 
     def on(self, threads: int, table: Tensor, read: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
         """The same, on so many threads."""
-        return tuple(on(threads, functools.partial(self.loader.boxed_run, [table, read, *rows])))
+        return tuple(on(threads, self.run, [table, read, *rows]))
 
     def place(self, table: Tensor, read: Tensor, rows: list[Tensor], patience: float = 0.06) -> None:
         """Choose how many threads run it, the fewer where that is no slower: a small step waits more for its threads than they bring, but not where

@@ -23,11 +23,11 @@ from outrider.core.errors import OutriderError
 
 MODULES = {
     "core": "noise sampling tree types",
-    "control": "accounts controller explain guard hedge plans predict rows sleep starts step tables",
+    "control": "accounts controller explain guard hedge past plans predict rows sleep starts step tables",
     "measure": "cost trace",
     "verify": "exact host",
     "drafters": "lookup model suffix",
-    "models": "chain compiled hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
+    "models": "chain compiled contention hf kv package",  # not exits: a torch module that passes on what it lacks (`__getattr__`, `super`) recurs without end there
     "compiler": "forest jit step",
     "runtime": "batcher ending engine",
 }

@@ -28,6 +28,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.models.chain import Chain
 from outrider.models.toy import ToyModel
 from outrider.reference import tasks
+from outrider.runtime import profiler
 from outrider.runtime.assemble import load
 from outrider.runtime.engine import Engine
 from outrider.runtime.native import BUILDER, HERE, KINDS, RACES, SWITCH, host, place, sources
@@ -55,6 +56,7 @@ setup(name="host", packages=[], script_args=["build_ext", "-b", into], ext_modul
 """
 COUNT, COUNTED = "-fprofile-generate -fprofile-update=single", "-fprofile-use"  # GCC's
 TEXTS, VOCAB = 16, 13
+PATIENCE = 10.0  # seconds to measure, that texts may be drafted at all
 BUILD = [sys.executable, "-m", BUILDER]
 
 
@@ -166,11 +168,16 @@ def _run(command: list[str], environment: dict[str, str], cwd: Path | None = Non
 
 
 def practise() -> None:
-    """Texts such as users have written, of the reference pair: greedy and drawn, plain and with drafters, one and several at a time."""
+    """Texts such as users have written, of the reference pair: greedy and drawn, plain and with drafters whose costs were measured, for else none would
+    be asked; one and several at a time."""
     rt = load(device="cpu", compile="off", profile="off", dtype="float32", rows=3, context=1024)
+    keeper: Any = rt.keeper
+    for drawn in (False, True):
+        profiler.sweep(rt.engine, keeper.tables, context=64, sampled=drawn, patience=PATIENCE, repeats=3)
     ways = itertools.cycle(itertools.product((0.0, 1.0), ("auto", "off", "auto", "lookup")))
     for n, (task, (temperature, drafters)) in enumerate(zip(tasks.mixture(0, TEXTS), ways, strict=False)):
         how: dict[str, Any] = {"temperature": temperature, "rule": "coupled", "speculation": drafters, "seed": n, "max_tokens": 64}
+        how["ignore_eos"] = True  # short answers leave no time to draft
         rt.chat([*task.prompt], **how)
         rt.generate(task.prompt[-1]["content"], **how)
     rt.generate([task.prompt[-1]["content"] for task in tasks.mixture(TEXTS, 6)], max_tokens=64)
