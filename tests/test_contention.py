@@ -148,6 +148,20 @@ def test_where_fewer_threads_are_as_quick_nobody_is_to_blame(switched, caplog):
     assert 1 in world.had and world.of.taken == 0 and not caplog.records
 
 
+def test_a_trial_in_which_nothing_comes_that_is_known_is_given_up(switched):
+    """A text in which every size is new, right after a start in which other processes had the processors: it would have one thread to its end."""
+    world = World()
+    world.until(0.15)
+    switched[0] += 100
+    world.until(0.25)
+    assert world.had[-1] == 1, "a trial"
+    before = len(world.had)
+    for size in range(400):
+        world.call((2 + size, 9))
+    had = world.had[before:]
+    assert had.index(2) <= contention.STRANGERS and set(had[had.index(2) :]) == {2} and world.of.taken == 0
+
+
 @linux
 def test_a_process_counts_how_often_another_has_its_processor(monkeypatch):
     """Both on one, where they must take turns."""

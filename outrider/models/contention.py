@@ -24,6 +24,7 @@ ALL = 1 << 30
 LATE = 3.0  # times what a call usually takes: beyond that it is late
 HELD, LATES = 0.02, 3  # seconds, beside a late call's own, that calls are late in all until threads are taken away, and how many of them
 TRIED, TRIAL = 8, 0.1  # calls with fewer, and seconds of them, that say whether that is quicker: others' slices come in turn
+STRANGERS = 16  # calls of sizes that never came before, after which a trial is given up
 QUICKER = 0.8  # of the time that calls took before, which they must take at most with fewer: where it is all the same, it is not for others
 SETTLES = 0.1  # seconds before, in which the system is still making up to others for what more threads had
 SLOWLY = 64  # calls in which what is usual follows a text that grows
@@ -42,6 +43,7 @@ class Contention:
         self.most, self.before, self.taken = ALL, ALL, 0
         self.late, self.lates, self.took, self.usual = 0.0, 0, 0.0, 0.0  # of calls since all was made up for, or since the trial began
         self.trial, self.was = 0, 0.0  # calls it still lasts; how many times as long as usual calls took before it
+        self.strangers = 0  # calls in it of which it is not known what is usual
         self.again, self.patience, self.since = 0.0, SOON, -math.inf
         self.looked, self.switches = -math.inf, 0  # when it was counted how often somebody else had a processor, and how often
         self.lately, self.of = 0.0, 0.0  # seconds of calls since then, and what they take usually
@@ -80,6 +82,7 @@ class Contention:
         if had == wanted and took <= LATE * known:
             usual[shape] = _usually(known, took)
         if known == math.inf or (self.trial and now - self.since < SETTLES):
+            self._strange(known, now)
             return
         self.took, self.usual = self.took + took, self.usual + known
         if self.trial:
@@ -115,8 +118,16 @@ class Contention:
         """Calls took so many times as long as usual: fewer threads are tried."""
         if self.most == ALL:
             self.patience = min(2 * self.patience, SELDOM) if now - self.since < SELDOM else SOON
-        self.was, self.before, self.trial = was, self.most, TRIED
+        self.was, self.before, self.trial, self.strangers = was, self.most, TRIED, 0
         self._have(fewer(had), now, self.patience)
+
+    def _strange(self, known: float, now: float) -> None:
+        """A call that tells a trial nothing. Where nobody knows what such calls take, and no others come, all threads are there again: a text may go on
+        so for long."""
+        self.strangers += self.trial > 0 and known == math.inf
+        if self.strangers >= STRANGERS:
+            self.trial = 0
+            self._have(self.before, now, self.patience)
 
     def _try(self, usual: Usual, shape: tuple[int, int], now: float) -> None:
         self.trial = max(self.trial - 1, 0 if self.took >= TRIAL else 1)
