@@ -105,6 +105,14 @@ def test_packages_carry_no_weights_that_the_model_has(served, built):
         assert not {name for name in carried if name in known and torch.equal(carried[name], known[name])}
 
 
+def test_positions_are_turned_once_for_all_heads_and_layers(built):
+    """And not by whoever reads their cosines."""
+    for shape in SHAPES:
+        with zipfile.ZipFile(built / f"{shape}.pt2") as archive:
+            (code,) = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".kernel.cpp")]
+        assert [sum(f"{turn}(" in kernel for kernel in code.split('extern "C"')) for turn in ("cos", "sin")] == [1, 1], shape
+
+
 def test_what_a_package_leaves_out_is_the_same_to_the_bit_and_laid_out_alike(tmp_path):
     file, known = tmp_path / "a.pt2", {"same": torch.ones(3, 4), "other": torch.ones(5), "turned": torch.eye(3), "dtype": torch.ones(2)}
     parts = {"same": torch.ones(3, 4), "other": torch.ones(5) * 2, "turned": torch.eye(3), "dtype": torch.ones(2).double(), "made": torch.ones(7)}

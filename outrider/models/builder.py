@@ -34,6 +34,7 @@ STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 ROOM = 256  # tokens of the row that they are exported with; how many there are is a symbol
 WEIGHED = ("linear", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu")  # ways to multiply by a layer's weights
+TURNS = {"cos", "sin"}
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 
@@ -94,7 +95,7 @@ def _compile(step: Step, shape: str, how: dict[str, Any], file: Path, attend: Ca
         raise OutriderError("eager:graph-break", f"{type(broken).__name__}: {broken}") from broken
     if house and _independent(program):
         note = note | INDEPENDENT
-    with torch.no_grad(), room.kept(bool(how.get(STACK))), _named(), _parsed():
+    with torch.no_grad(), room.kept(bool(how.get(STACK))), _named(), _parsed(), _turned_once():
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs={**how, "aot_inductor.metadata": note})
 
 
@@ -130,6 +131,32 @@ def _parsed() -> Iterator[None]:
     finally:
         for place, name, was in usual:
             setattr(place, name, was)
+
+
+@contextlib.contextmanager
+def _turned_once() -> Iterator[None]:
+    """Cosines and sines of positions are what all heads of all layers turn by. Inductor counts exponentials among what is not worked out anew by each
+    who reads it, but not these. Where it decides that otherwise, nothing is done."""
+    box: Any = getattr(importlib.import_module("torch._inductor.ir"), "StorageBox", None)
+    usual = getattr(box, "should_realize_on_reuse", None)
+    if usual is None:
+        yield
+        return
+
+    def heavy(self: Any, users: int, **how: Any) -> bool:
+        return bool(usual(self, users, **how)) or (users > 1 and not TURNS.isdisjoint(_operations(self.data)))
+
+    box.should_realize_on_reuse = heavy
+    try:
+        yield
+    finally:
+        box.should_realize_on_reuse = usual
+
+
+def _operations(data: Any) -> set[str]:
+    """Those of a buffer of Inductor's that is not made yet."""
+    counted = getattr(data, "inner_fn_opcount", None)
+    return set(counted().used_ops) if counted is not None else set()
 
 
 def _symbols(shape: str, tensors: int) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ from outrider.models.package import MANY, WIDE, Package, another, seconds_of_eac
 from outrider.models.quantised import inexact
 from outrider.models.step import Prefill, Step
 
-VERSION = 21  # of what is built here: raise it when a package of before must not be used
+VERSION = 22  # of what is built here: raise it when a package of before must not be used
 COMPILED = "compiled"  # the tier that records say
 WITHOUT = f"{COMPILED}:without-"  # the same, and what of it is slower than it might be
 PREFILL = "prefill"
