@@ -2,26 +2,16 @@
 
 import numpy as np
 import pytest
+import test_bad_input
 import torch
 from contracts import refused
-from tiny import tiny_folders
 
 import outrider
 from outrider.core.config import load_settings
 from outrider.core.types import SamplingParams
 
-NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_folders(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def rt(folders):
-    return outrider.load(folders["target"], ["lookup", f"model:{folders['draft']}"])
-
+NAN = test_bad_input.NAN
+folders, rt = test_bad_input.folders, test_bad_input.rt
 
 BAD = [
     ({"max_tokens": 0}, ["max_tokens=0"]), ({"temperature": -0.1}, ["temperature=-0.1", "negative"]), ({"top_p": 0}, ["top_p=0"]),
