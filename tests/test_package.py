@@ -199,6 +199,25 @@ def test_a_package_that_was_faster_before_is_not_timed_again(fresh, monkeypatch,
     assert {own.threads for own in fresh().compiled.packages.values()} == {1} and placed == ["one", "prefill"], "more threads than there are"
 
 
+def test_a_text_has_no_fewer_threads_than_a_step(fresh, monkeypatch, two_threads):
+    """A moment in which one thread read a text as quickly as two would be believed at every start: its columns are more than a step's."""
+    first, asked = fresh().compiled, []
+    monkeypatch.setattr(compiled.Compiled, "_share", lambda self, reader: asked.append(reader.threads))
+    monkeypatch.setattr(package.Package, "place", lambda self, *_, **__: setattr(self, "threads", 1 if self.file.stem == "prefill" else 2))
+    for shape, threads in (("any", 2), ("one", 2), ("prefill", 1)):
+        first.packages[shape].threads = threads
+        first.packages[shape].keep()
+    for found in (fresh().compiled, fresh().compiled):
+        assert [own.threads for own in found.packages.values()] == [2, 2, 2] and asked == [2], "asked once, and kept"
+    found.placed = -1e9
+    found.rest()
+    assert [own.threads for own in found.packages.values()] == [2, 2, 2] and asked == [2, 2]
+    found.packages["any"].threads = 1
+    found.packages["any"].keep()
+    monkeypatch.setattr(package.Package, "place", lambda self, *_, **__: setattr(self, "threads", 1))
+    assert [own.threads for own in fresh().compiled.packages.values()] == [1, 2, 2], "it may have more"
+
+
 @pytest.mark.parametrize("end", ["all are built", "its builder is gone"])
 @pytest.mark.parametrize("begun", [0, 2])
 def test_what_was_chosen_beside_a_builder_is_chosen_again(fresh, folder, cache, monkeypatch, two_threads, begun: int, end: str):

@@ -273,10 +273,11 @@ class Compiled:
                 if shape == PREFILL:  # no step's tier tells it
                     _say_once(f"prompts of {self.recipe.folder} are read eagerly ({self.reason})")
                 return
-            if shape == PREFILL and "any" in self.packages:
-                self._share(package)
-            package.keep()
-        elif shape in STEPS and package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
+            self._keep(shape, package)
+        elif shape == PREFILL:
+            if "any" in self.packages and package.threads < self.packages["any"].threads:
+                self._keep(shape, package)
+        elif package.threads < torch.get_num_threads():  # a moment in which the machine was busy would be believed at every start
             package.place(*given)
             package.keep()
         if package.note:
@@ -298,6 +299,14 @@ class Compiled:
         for x in rows:
             x[:, :, : len(read)].normal_()
         return table, read, rows
+
+    def _keep(self, shape: str, package: Package) -> None:
+        """Its threads were chosen: what hangs on them is found out, and kept. A text has no fewer than a step, whose columns are fewer: that it was
+        quicker with them was the moment."""
+        if shape == PREFILL and "any" in self.packages:
+            package.threads = max(package.threads, self.packages["any"].threads)
+            self._share(package)
+        package.keep()
 
     def _share(self, reader: Package) -> None:
         """How many unread tokens are worth a forward of their own (`least`): a step works out the logits of all that it reads, of which the last ones
@@ -326,9 +335,7 @@ class Compiled:
         """Choose how many threads serve each, and what hangs on that."""
         for shape, package in self.packages.items():
             package.place(*self._given(COLUMNS[shape]), patience=BRIEF)
-            if shape == PREFILL and "any" in self.packages:
-                self._share(package)
-            package.keep()
+            self._keep(shape, package)
         if self.packages.keys() >= set(STEPS):
             self._weigh()
         self.placed = time.monotonic()
