@@ -316,7 +316,7 @@ def replay(
     policy: Annotated[list[str] | None, typer.Option(help="plain, DRAFTER:K, dynamic:DRAFTER, average:DRAFTER, ucb1, adaptive[:PREDICTOR].")] = None,
 ) -> None:
     """Any policy on a recorded trace, beside plain decoding and the optima in hindsight and informed."""
-    from outrider.bench.replay import Trace
+    from outrider.bench.recording import Trace
     from outrider.bench.schedule import lines, replayed
 
     print(lines("times as fast as plain, by the trace's costs", replayed(Trace.load(trace), policy)))

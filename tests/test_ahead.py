@@ -16,7 +16,7 @@ from test_device import KINDS, LOOP, blind, pair, records, sequence_of  # noqa: 
 from written import adaptive, costs, drive, linear, trace
 
 from outrider.bench import oracle
-from outrider.bench.replay import Text, Trace, record
+from outrider.bench.recording import Text, Trace, record
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import fixed
 from outrider.control.predict import MOST, Bias
@@ -243,17 +243,81 @@ def test_what_could_have_been_reached_pays_for_steps_as_well() -> None:
         assert slow == pytest.approx(reached(of, of.texts[0])) and fast < 0.75 * slow
 
 
+def along(of: Trace, every: int, read: int, name: str = "model") -> Trace:
+    """`reading`, where each step read so many tokens along."""
+    of = reading(of, every, name)
+    return replace(of, texts=[replace(t, along={name: [[read] * (len(own) + 1) for own in t.steps[name]]}) for t in of.texts])
+
+
+def test_steps_read_along_what_there_is_room_for() -> None:
+    text = Text("p", "c", False, 1, [1] * 2, {"a": [([1] * 9, [0.5] * 9)] * 2}, steps={"a": [[3, 4], []]}, along={"a": [[2, 0, 7], [5]]})
+    assert [text.foreseen("a", 0, 0, levels) for levels in (0, 1, 2, 3, 9)] == [0, 0, 1, 2, 2]
+    assert [text.foreseen("a", 0, 2, levels) for levels in (3, 5, 7, 12, 32)] == [0, 0, 2, 7, 7], "four levels are behind it"
+    assert [text.foreseen("a", 0, step, 32) for step in (1, 3)] == [0, 0] and text.foreseen("a", 1, 0, 32) == 5
+    assert text.foreseen("b", 0, 0, 32) == 0
+
+
+@pytest.mark.parametrize(("asked", "levels"), [("model:8", 8), ("model:3", 3), ("model:1", 1)])
+def test_a_replay_charges_what_was_read_along(asked: str, levels: int) -> None:
+    """Six tokens in each step of three levels, as far as there is room for what they foresee, at the price of tokens that it reads to catch up."""
+    prices = costs(linear(0.02), {"model": linear(0.2, 0.0)})
+    prices["catch_up"] = {"model @ 3": [1, 0.01]}
+    of = trace(2, prices, {"model": lambda t, d: 0.9}, depth=32)
+    for r in [r for r in told(along(of, 3, 6), asked)[1:] if inside(r, of)]:
+        steps = -(-levels // 3)
+        read = sum(min(6, levels - 3 * step - 1) for step in range(steps))
+        assert r.seconds["draft model"] == pytest.approx(0.2 * steps + 0.01 * read)
+
+
+def test_a_replay_reads_nothing_along_beyond_what_is_likely() -> None:
+    """As the draft model itself is told by whoever decides."""
+    prices = costs(linear(0.02), {"model": linear(0.2, 0.0)})
+    prices["catch_up"] = {"model @ 3": [1, 0.01]}
+    own = along(trace(2, prices, {"model": lambda t, d: 0.9}, depth=32), 3, 6)
+    controller, asked = adaptive(own), []
+    controller.likely = lambda name: asked.append(name) or 2
+    records = [r for r in drive(own, controller)[0][1:] if inside(r, own)]
+    assert asked and len(records) > 20
+    for r in records:
+        steps = r.levels["model"]
+        assert r.seconds["draft model"] == pytest.approx((0.2 + 0.01) * steps)
+
+
+def test_what_could_have_been_reached_pays_for_what_was_read_along() -> None:
+    prices = costs(linear(0.02), {"model": linear(0.3, 0.0)})
+    prices["catch_up"] = {"model @ 3": [1, 0.05]}
+    of = trace(3, prices, {"model": lambda t, d: 0.93}, length=200)
+    for reached in (oracle.hindsight, oracle.informed):
+        none, some = (reached(own, own.texts[0]) for own in (along(of, 4, 0), along(of, 4, 3)))
+        assert none == pytest.approx(reached(reading(of, 4), reading(of, 4).texts[0])) and 1.05 * none < some < 1.8 * none
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"model": []}, {"model": [["x"]] * 20}, {"model": [[-1] * 13] * 20}, {"model": [[0]] * 20}, {"b": []}, [1]], ids=str
+)
+def test_a_trace_that_read_along_no_numbers_is_refused_by_name(wrong: object, tmp_path: Path) -> None:
+    of = along(trace(1, costs(linear(0.1), {"model": linear(0.2, 0.0)}), {"model": lambda t, d: 0.5}, length=20), 3, 2)
+    of.save(file := tmp_path / "trace.jsonl")
+    assert Trace.load(file).texts[0].along == of.texts[0].along and len(of.texts[0].along["model"][0]) == 14
+    head, text = file.read_text().splitlines()
+    file.write_text(f"{head}\n{json.dumps(json.loads(text) | {'along': wrong})}\n")
+    with pytest.raises(OutriderError, match="trace.jsonl is no trace"):
+        Trace.load(file)
+
+
 def test_a_recording_tells_the_steps() -> None:
-    """Of a real drafter: as many as the forwards it took."""
+    """Of a real drafter: as many as the forwards it took, and all that they read."""
     target, draft = (wrap(zoo.module("llama", noise=n), name, "zoo", context=200) for n, name in ((0.0, "target"), (0.1, "draft")))
     engine = Engine(target, {"model": ModelDrafter(draft, "model")}, fixed(Plan()), 1)
     prompt = SimpleNamespace(id="p", category="c", temperature=0.0, encode=lambda tokenizer: [3, 1, 4, 1, 5, 9, 2, 6] * 3)
     rt = SimpleNamespace(engine=engine, tokenizer=None, request=lambda tokens, **how: request(tokens, max_tokens=how["max_tokens"]))
-    before = draft.forwards
+    before, read = draft.forwards, draft.computed
     of = record(rt, [prompt], 24, Costs({}), lambda at: None)
     (text,) = of.texts
     taken = sum(text.taken("model", t, len(text.guesses["model"][t][0])) for t in range(len(text.tokens)))
     assert taken == draft.forwards - before and taken < sum(len(tokens) for tokens, _ in text.guesses["model"])
+    along = sum(map(sum, text.along["model"]))
+    assert len(prompt.encode(None)) - 1 + taken + along == draft.computed - read and along > 0
 
 
 # --- one text

@@ -16,7 +16,7 @@ from tiny import Ruled
 from written import AT, WRONG, Shape, Weather, adaptive, costs, drive, late, linear, trace
 
 from outrider.bench.policies import policy
-from outrider.bench.replay import Trace
+from outrider.bench.recording import Trace
 from outrider.control import starts
 from outrider.control.controller import YOUNG, Adaptive
 from outrider.control.guard import Ledger

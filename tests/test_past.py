@@ -10,7 +10,7 @@ from test_controller import flat
 from written import adaptive, costs, drive, linear, trace
 
 from outrider.bench.policies import policy
-from outrider.bench.replay import Trace
+from outrider.bench.recording import Trace
 from outrider.control.accounts import Held
 from outrider.control.past import HOPED, LATE, MOST, PAYS, Past
 from outrider.control.rows import LOST, SHARE, WORST, Row, looked

@@ -13,7 +13,7 @@ import pytest
 from contracts import always, request
 from written import Weather, adaptive, costs, drive, linear, trace
 
-from outrider.bench.replay import Trace
+from outrider.bench.recording import Trace
 from outrider.control import controller as controllers
 from outrider.control import rows
 from outrider.control.accounts import LONG, SETTLED, Held

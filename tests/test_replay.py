@@ -18,7 +18,8 @@ from outrider.bench.championship import Score, auc, contest, ece
 from outrider.bench.oracle import accepted, hindsight, informed, prices
 from outrider.bench.policies import Bandit, chain, of_others, policy
 from outrider.bench.prompts import Prompt
-from outrider.bench.replay import Text, Trace, record, replay, tier_of
+from outrider.bench.recording import Text, Trace, record, tier_of
+from outrider.bench.replay import replay
 from outrider.control.fixed import fixed
 from outrider.control.predict import LADDER
 from outrider.core.errors import OutriderError

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.bench.policies import policy
-from outrider.bench.replay import Text, Trace, World, engine_of, tier_of
+from outrider.bench.recording import Text, Trace, tier_of
+from outrider.bench.replay import World, engine_of
 from outrider.core.sockets import Controller
 from outrider.core.types import Request, SamplingParams, StepRecord
 from outrider.measure.cost import DEEPEST, Costs
@@ -82,9 +83,9 @@ class Weather(World):
         super().verify(nodes)
         self._slowed(before, "plain" if nodes == 0 else "verify")
 
-    def draft(self, name: str, levels: int, more: int, length: int, tail: int | None = None) -> None:
+    def draft(self, name: str, levels: int, more: int, length: int, tail: int | None = None, along: int = 0) -> None:
         before = self.time
-        super().draft(name, levels, more, length, tail)
+        super().draft(name, levels, more, length, tail, along)
         self._slowed(before, name)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from outrider.bench.oracle import accepted, prices
 from outrider.bench.policies import policy
-from outrider.bench.replay import DEPTH, Text, Trace, replay, tier_of
+from outrider.bench.recording import DEPTH, Text, Trace, tier_of
+from outrider.bench.replay import replay
 from outrider.control.predict import LADDER, predictor
 from outrider.control.tables import past
 

@@ -203,6 +203,6 @@ def passes(
 @bench.command()
 def predictors(trace: Annotated[Path, typer.Argument(help="A trace kept by `outrider bench schedule --trace`.")]) -> None:
     """Predictors of acceptance side by side on a trace, cold and warm."""
-    from outrider.bench import championship, replay
+    from outrider.bench import championship, recording
 
-    print(championship.markdown(championship.contest(replay.Trace.load(trace))))
+    print(championship.markdown(championship.contest(recording.Trace.load(trace))))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from outrider.bench.replay import AT_ONCE, DEPTH, Text, Trace, tier_of
+from outrider.bench.recording import AT_ONCE, DEPTH, Text, Trace, tier_of
+from outrider.bench.replay import beside
 from outrider.control.predict import bucket
 from outrider.control.starts import LONG, TAIL
 from outrider.measure.cost import CALM, Costs, situation
@@ -32,6 +33,12 @@ class Prices:
     verify: list[float]
     draft: dict[str, list[float]]
     first: dict[str, float]
+    beside: dict[str, float]  # of a token that a drafter reads along with its own
+
+    def drafting(self, text: Text, name: str, t: int, levels: int) -> float:
+        """So many levels of a drafter after t tokens."""
+        steps = text.taken(name, t, levels)
+        return self.draft[name][steps] + self.beside[name] * sum([text.foreseen(name, t, step, levels) for step in range(steps)])
 
     def plain(self, calm: int) -> float:
         """A plain step after `calm` others."""
@@ -44,13 +51,13 @@ def prices(trace: Trace, text: Text) -> Prices:
     at = situation(tier_of(trace), 1, text.length + len(text.tokens), text.sampled)
     curve = costs.verifying(at)
     assert curve is not None
-    drafting, first = {}, {}
+    drafting, first, along = {}, {}, {}
     for name in trace.drafters:
         own = costs.drafting(name, at)
         assert own is not None
         read = TAIL if text.length > LONG and name not in AT_ONCE else text.length
-        drafting[name], first[name] = own.drawn().line, costs.catching_up(name, at, read)
-    return Prices(costs.plainly(at), curve.drawn().line, drafting, first)
+        drafting[name], first[name], along[name] = own.drawn().line, costs.catching_up(name, at, read), beside(costs, name, at)
+    return Prices(costs.plainly(at), curve.drawn().line, drafting, first, along)
 
 
 def _teams(trace: Trace) -> list[tuple[str, ...]]:
@@ -79,7 +86,7 @@ def _hindsight(text: Text, price: Prices, team: tuple[str, ...]) -> float:
     later = [[0.0] * (CALM + 1) for _ in range(total + DEPTH + 2)]  # by position and plain steps before it
     for t in range(total - 1, -1, -1):
         drafted = [
-            price.verify[depth] + price.draft[name][text.taken(name, t, depth)] + later[t + 1 + min(depth, right)][0]
+            price.verify[depth] + price.drafting(text, name, t, depth) + later[t + 1 + min(depth, right)][0]
             for name, right, said in ((name, accepted(text, name, t), len(text.guesses[name][t][0])) for name in team)
             for depth in range(1, min(said, total - t - 1) + 1)
         ]
@@ -126,7 +133,7 @@ def _offers(text: Text, t: int, price: Prices, table: dict[tuple[str, int, int],
         out.append(
             Offer(
                 tokens,
-                price.verify[n] + sum(price.draft[name][text.taken(name, t, k)] for name, k in depths.items() if k),
+                price.verify[n] + sum(price.drafting(text, name, t, k) for name, k in depths.items() if k),
                 {k: v for k, v in depths.items() if v},
             )
         )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.bench.replay import AT_ONCE
+from outrider.bench.recording import AT_ONCE
 from outrider.control.controller import Adaptive
 from outrider.control.fixed import Told, fixed
 from outrider.control.tables import Tables

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import outrider
 from outrider import reference
-from outrider.bench import policies, prompts, replay
+from outrider.bench import policies, prompts, recording, replay
 from outrider.bench.oracle import hindsight, informed
 from outrider.bench.report import provenance, save_as
 from outrider.control.fixed import fixed
@@ -85,7 +85,7 @@ def schedule(
     _measure(fast, tables, repeats=20)
     _measure(alone, alone.keeper.tables)  # type: ignore[union-attr]
     progress("recording a trace")
-    taped = replay.record(fast, asked, max_tokens, tables.costs, lambda at: progress(f"recording {at}"))
+    taped = recording.record(fast, asked, max_tokens, tables.costs, lambda at: progress(f"recording {at}"))
     contenders = {
         PLAIN: Writer(plain),
         **{f"{name}:{k}": Writer(fast, fixed(policies.chain(name, k))) for name in policies.singly_and_together(fast.engine.drafters) for k in FIXED},
@@ -198,9 +198,9 @@ def beside_best(times: dict[str, dict[str, list[float]]], kinds: dict[str, str])
     return out
 
 
-def replayed(taped: replay.Trace, names: list[str] | None = None, state: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
+def replayed(taped: recording.Trace, names: list[str] | None = None, state: dict[str, Any] | None = None) -> dict[str, dict[str, float]]:
     """Policies and oracles on the trace, times as fast as plain."""
-    tier = replay.tier_of(taped)
+    tier = recording.tier_of(taped)
     fixed_plans = [f"{d}:{k}" for d in policies.singly_and_together(taped.drafters) for k in FIXED]
     usual = [*fixed_plans, *(rule for d in taped.drafters for rule in policies.of_others(d)), "ucb1", ADAPTIVE]
     names = list(dict.fromkeys([PLAIN, *(names or usual)]))
@@ -217,9 +217,9 @@ def replayed(taped: replay.Trace, names: list[str] | None = None, state: dict[st
     return table
 
 
-def _calibration(taped: replay.Trace, rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _calibration(taped: recording.Trace, rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Replayed over live time per token of fixed policies, by their ratio to plain: the machine's pace cancels."""
-    tier, out = replay.tier_of(taped), {}
+    tier, out = recording.tier_of(taped), {}
     plain = {r.text.prompt: r.seconds for r in replay.replay(taped, policies.policy(PLAIN, taped.drafters, taped.costs, tier))}
     for name in [n for n in CALIBRATED if n != PLAIN and n.split(":")[0] in taped.drafters]:
         told = {
