@@ -19,6 +19,7 @@ from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import Costs
 from outrider.runtime.door import Runtime
+from outrider.runtime.engine import Engine
 
 AT_ONCE = frozenset({"lookup"})  # drafters that say all in one call, and read all of a text; others go level by level, and may begin with its end
 DEPTH = 32  # of the continuations that are written down
@@ -159,23 +160,25 @@ def record(rt: Runtime, asked: Iterable[prompts.Prompt], max_tokens: int, costs:
             seq = engine.submit(request)
             while seq.finish_reason is None:
                 engine.advance([seq])
-            guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
-            steps = {
-                name: [_began(told.get(name, [])) for told in silent.told]
-                for name in engine.drafters
-                if any(any(t.get(name, [])) for t in silent.told)
-            }
-            unread = [len(request.prompt), *[1] * len(seq.records)]
-            along = {name: [_along(read.get(name, []), unread[t]) for t, read in enumerate(silent.read)] for name in steps}
-            silent.told.clear()
-            silent.read.clear()
-            took = seq.records[0].seconds["prefill"]
-            texts.append(
-                Text(prompt.id, prompt.category, prompt.temperature > 0, len(request.prompt), seq.generated, guesses, took, max_tokens, steps, along)
-            )
+            texts.append(_written(engine, silent, prompt, seq, max_tokens))
     finally:
         engine.controller = before
     return Trace(list(engine.drafters), costs.state(), texts)
+
+
+def _written(engine: Engine, silent: _Silent, prompt: prompts.Prompt, seq: Sequence, max_tokens: int) -> Text:
+    """What came of one prompt, and was told since the last."""
+    guesses = {name: [_own(r, bit) for r in seq.records] for name, bit in engine.bits.items()}
+    steps = {name: [_began(told.get(name, [])) for told in silent.told] for name in engine.drafters}
+    unread = [len(seq.request.prompt), *[1] * len(seq.records)]
+    along = {name: [_along(read.get(name, []), unread[t]) for t, read in enumerate(silent.read)] for name in engine.drafters}
+    ahead = [name for name in engine.drafters if any(map(any, along[name])) or any(any(told.get(name, [])) for told in silent.told)]
+    silent.told.clear()
+    silent.read.clear()
+    return Text(
+        prompt.id, prompt.category, prompt.temperature > 0, len(seq.request.prompt), seq.generated, guesses, seq.records[0].seconds["prefill"],
+        max_tokens, {name: steps[name] for name in ahead}, {name: along[name] for name in ahead},
+    )  # fmt: skip
 
 
 def _began(free: list[bool]) -> list[int]:
