@@ -197,7 +197,7 @@ def test_a_damaged_trace_is_refused(recorded: Trace, tmp_path: Path, damage: str
     recorded.save(file)
     whole = file.read_text()
     file.write_bytes({
-        "cut": whole[: len(whole) * 2 // 3].encode(), "version": whole.replace('"version": 1', '"version": 99', 1).encode(), "empty": b"", "no text": whole.splitlines(keepends=True)[0].encode(),
+        "cut": whole[: len(whole) * 2 // 3].encode(), "version": whole.replace('"version": 2', '"version": 1', 1).encode(), "empty": b"", "no text": whole.splitlines(keepends=True)[0].encode(),
         "bytes": b"\xff\xfe\x00", "list": b"[]\n", "field": whole.replace('"category"', '"kind"', 1).encode(), "absent": b"",
     }[damage])  # fmt: skip
     if damage == "absent":

@@ -24,7 +24,7 @@ from outrider.runtime.engine import Engine
 AT_ONCE = frozenset({"lookup"})  # drafters that say all in one call, and read all of a text; others go level by level, and may begin with its end
 DEPTH = 32  # of the continuations that are written down
 RECORD = "recording it: outrider bench schedule --trace FILE"
-VERSION = 1
+VERSION = 2  # 1: without what was read along
 
 
 @dataclass(frozen=True, slots=True)
