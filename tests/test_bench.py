@@ -330,7 +330,7 @@ def test_the_passes_are_set_beside_one_another(monkeypatch):
     monkeypatch.setattr(ablation, "ABROAD", ablation.ABROAD[:1])
     sweep = ablation.profiler.sweep
     monkeypatch.setattr(ablation.profiler, "sweep", lambda *what, **how: sweep(*what, **{**how, "patience": 0.1, "repeats": 1}))
-    found = ablation.ablation(1, 6, 1, 60, lambda at: None, ("tiny", (64, 128)), compile="off", dtype="float32")
+    found = ablation.ablation(1, 6, 1, 1000, lambda at: None, ("tiny", (64, 128)), compile="off", dtype="float32")
     assert set(found["table"]) == {"mixed", "long", "low acceptance"}
     for table in found["table"].values():
         assert next(iter(table)) == "plain" and table["plain"]["ratio"] == 1.0 and table["plain"]["nodes"] == 0.0

@@ -12,7 +12,7 @@ from test_ahead import reading
 from test_controller import FREE, seconds
 from written import adaptive, costs, drive, linear, trace
 
-from outrider.control import starts
+from outrider.control import siblings, starts
 from outrider.control.guard import Ledger
 from outrider.control.rows import Row
 from outrider.control.starts import SAMPLE, Starts
@@ -43,6 +43,32 @@ def test_of_guesses_beside_one_another_one_comes_true(seed: int) -> None:
     chain = tree.run(tree.empty(1), -1, [1, 2, 3], 1, [0.9, 0.8, 0.7])
     step = Step(tables, step.page, [Row()], 1, 99.0, 1.0)
     assert step.apart(chain) == pytest.approx(step.survivals(chain))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_siblings_by_definition(seed: int) -> None:
+    """Random forests, with equals: what each place leaves to its children in turn, and those that are first when all are put in order."""
+    rng, rows = random.Random(seed), 1 + seed % 3
+    draft, survival = tree.empty(rows), list[float]()
+    for n in range(rng.randint(1, 20)):
+        place = rng.choice([*tree.roots(rows), *range(n)])
+        draft = tree.grow(draft, [place], [n], 1)
+        survival.append(rng.choice([0.25, 0.5, 0.75, 1.0]) * (survival[place] if place >= 0 else 1.0))
+    want = [0.0] * len(draft)
+    for place in [*tree.roots(rows), *range(len(draft))]:
+        children, left, above = [n for n, p in enumerate(draft.parent) if p == place], 1.0, want[place] if place >= 0 else 1.0
+        for n in sorted(children, key=lambda n: -survival[n]):
+            chance = survival[n] / (survival[place] if place >= 0 else 1.0)
+            want[n] = min(chance, max(left, 0.0)) * above
+            left -= chance
+    chances = siblings.apart(draft, survival)
+    assert chances == want
+    lines = siblings.in_lines(draft, chances)
+    for most in range(len(draft) + 1):
+        first = [sorted([n for n in range(len(draft)) if draft.row[n] == row], key=lambda n: -chances[n])[:most] for row in range(rows)]
+        kept = siblings.surest(draft, chances, lines, most)
+        assert kept == sorted(itertools.chain(*first))
+        assert all(draft.parent[n] < 0 or draft.parent[n] in kept for n in kept)
 
 
 def test_who_is_sure_takes_the_place_of_doubtful_guesses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.control.predict import Bias
 from outrider.control.rows import Row
+from outrider.control.siblings import apart, given, in_lines, surest
 from outrider.control.tables import ALIKE, MARGIN, Page, Tables, steps_of
 from outrider.core import tree
 from outrider.core.types import Draft, Places, StepRecord
@@ -31,6 +32,9 @@ class Step:
     levels: dict[str, int] = field(default_factory=dict)  # that each drafter was let go
     survival: list[float] = field(default_factory=list)  # of the draft's nodes, as far as they were looked at
     known: tuple[Draft | None, int, float] = (None, 0, 1.0)  # the draft that was weighed last, nodes a row that were best, and the score of that
+    lined: Draft | None = None  # the tree that was weighed last
+    parted: list[float] = field(default_factory=list)  # `apart` of that
+    lines: list[list[float]] = field(default_factory=list)  # the same by row, the highest first
     expected: float = 1.0  # tokens of so many
     going: str = ""  # the drafter that was asked for last
     own: list[float] = field(default_factory=list)  # survival of the chain that it makes by itself
@@ -171,25 +175,18 @@ class Step:
             self.survival.clear()
 
     def apart(self, draft: Draft) -> list[float]:
-        """`survivals` of a tree: of those beside one another one at most comes true, so the surest leaves the others what is left."""
-        seen, out, beside = self.survivals(draft), [1.0] * len(draft), dict[int, list[tuple[float, int]]]()
-        for n, parent in enumerate(draft.parent):
-            beside.setdefault(parent, []).append((-seen[n] / (seen[parent] if parent >= 0 else 1.0), n))
-        for parent, some in beside.items():  # parents stand before their children
-            left, above = 1.0, out[parent] if parent >= 0 else 1.0
-            for chance, n in sorted(some):
-                own = min(-chance, left)
-                left -= own
-                out[n] = own * above
-        return out
+        """`survivals` of a tree (`siblings.apart`), worked out once for a draft, as is their order."""
+        if self.lined is not draft:
+            self.lined, self.parted = draft, apart(draft, self.survivals(draft))
+            self.lines = in_lines(draft, self.parted)
+        return self.parted
 
     def sure(self, name: str, draft: Draft) -> tuple[int, float]:
         """How many guesses of a drafter there are, and their mean chance."""
         survival, bit, total, own = self.survivals(draft), self.tables.bits[name], 0.0, 0
         for n, source in enumerate(draft.source):
             if source & bit:
-                parent = draft.parent[n]
-                total += survival[n] / (survival[parent] if parent >= 0 else 1.0)
+                total += given(survival, n, draft.parent[n])
                 own += 1
         return own, total / own if own else 0.0
 
@@ -207,13 +204,7 @@ class Step:
 
     def surest(self, draft: Draft, most: int) -> list[int]:
         """So many nodes of each row that are likeliest to be accepted, ascending."""
-        left, kept, survival = [most] * draft.rows, list[int](), self.apart(draft)
-        for n in sorted(range(len(draft)), key=lambda n: -survival[n]):
-            if left[draft.row[n]]:
-                left[draft.row[n]] -= 1
-                kept.append(n)
-        kept.sort()
-        return kept
+        return surest(draft, self.apart(draft), self.lines, most)
 
     def judged(self, record: StepRecord) -> None:
         """What the verdicts say of the drafters in these texts."""
@@ -225,8 +216,7 @@ class Step:
             return
         seen = dict[tuple[int, str], tuple[float, float]]()
         for n, verdict in verdicts(record):
-            parent = draft.parent[n]
-            p = survival[n] / (survival[parent] if parent >= 0 else 1.0)
+            p = given(survival, n, draft.parent[n])
             for name in self.tables.marks.of(draft.source[n]):
                 excess, weight = seen.get((draft.row[n], name), (0.0, 0.0))
                 seen[draft.row[n], name] = excess + verdict - p, weight + p * (1 - p)
@@ -257,8 +247,8 @@ class Step:
         if tree.straight(draft):
             self.known = draft, *self._best_of_chain(draft)
             return self.known[1:]
-        rows, survival, verify = draft.rows, self.apart(draft), self.page.verify
-        lines = [sorted([s for s, r in zip(survival, draft.row, strict=True) if r == row], reverse=True) for row in range(rows)]
+        self.apart(draft)
+        rows, lines, verify = draft.rows, self.lines, self.page.verify
         gained, best, at = float(rows), 1 / (self.spent + self.plain), 0
         least = best * (1 + MARGIN)
         for n in range(1, min(max(map(len, lines)), DEEPEST) + 1):
