@@ -189,7 +189,7 @@ def test_padded_rows_are_no_other_tokenizer(folders, pair, way):
         ({"width": 0}, ["width=0"]), ({"width": 2}, ["width=2", "without a depth", "depth=4"]), ({"budget": 4}, ["budget=4", "without a depth"]), ({"rows": 1.5}, ["rows=1.5"]), ({"context": 1}, ["context=1"]), ({"context": 300}, ["context=300", "256"]),
         ({"depth": True}, ["depth=True"]), ({"rows": True}, ["rows=True"]), ({"context": "96"}, ["context='96'"]),
         ({"slowdown_limit": True}, ["slowdown_limit=True"]), ({"rule": 3}, ["unknown rule '3'", "exact"]),
-        ({"predictor": None}, ["unknown predictor 'None'", "logistic"]), ({"predictor": 3}, ["unknown predictor '3'"]), ({"program": 3}, ["program=3 is no file"]),
+        ({"predictor": None}, ["unknown predictor 'None'", "logistic"]), ({"predictor": 3}, ["unknown predictor '3'"]), ({"predictor": [3]}, ["unknown predictor '[3]'"]), ({"program": 3}, ["program=3 is no file"]),
     ],
     ids=str,
 )  # fmt: skip

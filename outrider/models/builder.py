@@ -34,7 +34,7 @@ STACKED = TUNED[0] | {STACK: True}
 EXAMPLE = {"any": (3, 8), "one": (1, 1), PREFILL: (1, LONG)}  # rows and columns that a shape is exported and tuned with
 ROOM = 256  # tokens of the row that they are exported with; how many there are is a symbol
 WEIGHED = ("linear", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu")  # ways to multiply by a layer's weights
-TURNS = {"cos", "sin"}
+TURNS = {"cos", "sin"}  # of positions: what is worked out once for all heads and layers that read it
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d")  # ways to multiply that are not `linear`
 
 

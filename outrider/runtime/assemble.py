@@ -72,7 +72,7 @@ def load(target: str | os.PathLike[str] | None = None, drafters: ListOf[str | Dr
         torch.set_num_threads(s.threads)
     _refuse_unknown(specs)
     _refuse_quantised(specs, s)
-    if s.predictor not in LADDER:
+    if s.predictor not in list(LADDER):  # of any type
         raise nearest(s.predictor, LADDER, "predictor")
     s = replace(s, dtype=_dtype(target, s))
     how: dict[str, Any] = {"device": s.device, "dtype": s.dtype, "rows": s.rows, "chunk": s.chunk, "compile": s.compile}
