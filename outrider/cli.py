@@ -253,6 +253,11 @@ def profile(
     print(profiler.table(rt.keeper.tables.costs))
     if not rt.keeper.save():
         raise OutriderError(f"the profile {rt.keeper.file} was not written", "the warning above says why", "--file with a file of your own")
+    if missing := profiler.unmeasured(rt.engine, rt.keeper.tables.costs):
+        why = (
+            f"{rt.engine.target.spec.context} tokens are too short a text for it, or {patience:g} s too short a time; all else is in {rt.keeper.file}"
+        )
+        raise OutriderError(f"{' and '.join(missing)} could not be measured", why, "a larger --context or --patience")
     print(f"kept in {rt.keeper.file}")
 
 

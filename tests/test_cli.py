@@ -163,6 +163,14 @@ def test_profile_keeps_costs_and_chances_by_rank(outrider, folders, tmp_path):
     assert [cell for cell in data["next"] if cell.startswith("model r")] == [f"model r{k}" for k in range(4)]
 
 
+def test_what_a_profile_could_not_measure_is_said(outrider, folders, tmp_path):
+    """A text of so few tokens ends before a draft model is asked."""
+    how = ("--target", folders["target"], "--draft", folders["draft"], "--compile", "off", "--patience", 0.1, "--context", 40)
+    code, _, err = outrider("profile", *how, "--file", tmp_path / "p.json")
+    assert code == 2 and "model could not be measured" in err and "40 tokens" in err and "Traceback" not in err
+    assert json.loads((tmp_path / "p.json").read_text())["data"]["costs"]["draft"] == {}
+
+
 def test_a_profile_that_was_not_written_is_said_and_is_exit_code_2(outrider, folders, tmp_path, monkeypatch):
     """What was measured is shown all the same."""
 

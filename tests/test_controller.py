@@ -30,7 +30,7 @@ from outrider.runtime.engine import Engine
 
 FREE = {"lookup": linear(0.0, 0.01)}
 REASONS = {
-    "off:request", "off:resting", "off:guard", "off:no-guess", "off:unpaid", "off:least",
+    "off:request", "off:resting", "off:guard", "off:no-guess", "off:unpaid", "off:least", "off:floor",
     "probe:plain", "probe:drafter", "probe:whole", "depth:all", "depth:trimmed", "depth:guard", "depth:drawn",
 }  # fmt: skip
 

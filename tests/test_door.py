@@ -347,3 +347,9 @@ def test_what_the_libraries_hold_is_kept_from_the_collector(folders):
     held = [[n] for n in range(1000)]
     outrider.load(folders["target"], [], compile="off")
     assert gc.get_freeze_count() > first + len(held) // 2, "of a second load as well"
+
+
+def test_what_the_controller_expects_is_asked_between_steps(rt, monkeypatch):
+    """The tables may grow within one, in another thread."""
+    monkeypatch.setattr("outrider.control.explain.candidates", lambda *_: {"inside": rt.turns.inside()})
+    assert rt.plan() == {"inside": True} and not rt.turns.inside()

@@ -181,8 +181,8 @@ def test_a_profile_that_cannot_be_written_costs_a_warning_and_no_text(folders, t
     assert "was not written" in caplog.text and text == runtime.generate(TEXT, speculation="off", **HOW).tokens
 
 
-def curve(**cells: list[float]) -> dict:
-    return {"costs": {"verify": {"- rows 1 context 512 greedy": {"start": 1e-3, "slope": 0.0, "spread": 1.5, "seen": cells}}}}
+def curve(start: float = 1e-3, spread: float = 1.5, **cells: list[float]) -> dict:
+    return {"costs": {"verify": {"- rows 1 context 512 greedy": {"start": start, "slope": 0.0, "spread": spread, "seen": cells}}}}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,9 @@ def curve(**cells: list[float]) -> dict:
             curve(**{"0": [1, 0.0]}),
             curve(**{"0": [1, -1.0]}),
             curve(**{"-1": [1, 1e-3]}),
+            curve(spread=0.0, **{"0": [1, 1e-3]}),
+            curve(start=-1.0, **{"0": [1, 1e-3]}),
+            curve(**{"0": [1, 1e308]}),
             {"drafts": [1]},
             {"past": 3},
             {"past": {"looks": [4]}},

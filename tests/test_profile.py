@@ -92,6 +92,7 @@ DAMAGED = {
     "empty": b"", "half": WHOLE[: len(WHOLE) // 2].encode(), "no text": b"\xff\xfe\x00\x80", "a list": b"[1, 2]", "a number": b"3", "null": b"null",
     "no data": json.dumps({"version": 1, "fingerprint": MARK}).encode(), "data is a list": WHOLE.replace(json.dumps(DATA), "[]").encode(),
     "not a number": WHOLE.replace(json.dumps(DATA), '{"a": [1, NaN]}').encode(), "null in it": WHOLE.replace(json.dumps(DATA), '{"a": {"b": null}}').encode(),
+    "beyond floats": WHOLE.replace(json.dumps(DATA), '{"a": 1%s}' % ("0" * 400)).encode(), "deep": WHOLE.replace(json.dumps(DATA), '{"a": ' + "[" * 2000 + "1" + "]" * 2000 + "}").encode(),
     "version is text": WHOLE.replace('"version": 1', '"version": "1"').encode(), "mark is null": WHOLE.replace(json.dumps(MARK), "null").encode(),
 }  # fmt: skip
 
@@ -116,7 +117,7 @@ def test_a_damaged_file_is_set_aside_and_made_anew(tmp_path, caplog, content, mo
     file.write_bytes(content)
     with caplog.at_level(logging.WARNING, "outrider"):
         assert profile.load(file, MARK) is None
-    (aside,) = tmp_path.iterdir()
+    (aside,) = [f for f in tmp_path.iterdir() if f.name != "p.json.lock"]
     assert aside.read_bytes() == content and aside.name.startswith("p.json.damaged-")
     assert str(file) in caplog.text and aside.name in caplog.text
     profile.save(file, MARK, DATA, {})
@@ -131,6 +132,43 @@ def test_damage_again_and_again_loses_nothing(tmp_path, monkeypatch):
         profile.save(file, MARK, counted(n), {"cell": [99, 0.0]})
         assert profile.load(file, MARK) == counted(n)
     assert sorted(f.read_text() for f in tmp_path.glob("*.damaged-*")) == [f"damage {n}" for n in range(5)]
+
+
+@pytest.mark.parametrize("nonsense", [False, True], ids=["damaged", "nonsense"])
+def test_what_another_process_has_mended_meanwhile_is_left_where_it_is(tmp_path, monkeypatch, nonsense):
+    file, turn = tmp_path / "p.json", profile._turn
+
+    def late(which: Path):
+        monkeypatch.setattr(profile, "_turn", turn)
+        file.unlink()
+        profile.save(file, MARK, DATA, {})
+        return turn(which)
+
+    if nonsense:
+        profile.save(file, MARK, counted(3), {})
+    else:
+        file.write_text('{"version": 1')
+    monkeypatch.setattr(profile, "_turn", late)
+    if nonsense:
+        profile.set_aside(file, counted(3))
+    assert profile.load(file, MARK) == DATA and not list(tmp_path.glob("*.damaged-*"))
+    profile.set_aside(file, DATA)
+    assert profile.load(file, MARK) is None and len(list(tmp_path.glob("*.damaged-*"))) == 1
+
+
+def test_a_writing_that_fails_leaves_the_old_profile_and_nothing_else(tmp_path, monkeypatch):
+    """On a disk that is full by then."""
+    file, write = tmp_path / "p.json", Path.write_text
+
+    def full(self: Path, text: str, *how: str) -> int:
+        write(self, text[:20], *how)
+        raise OSError(28, "No space left on device")
+
+    profile.save(file, MARK, DATA, {})
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        profile.save(file, MARK, counted(3), DATA)
+    assert {f.name for f in tmp_path.iterdir()} == {"p.json", "p.json.lock"} and profile.load(file, MARK) == DATA
 
 
 @pytest.mark.parametrize(("error", "words"), [(PermissionError("no"), "cannot be set aside"), (FileNotFoundError("gone"), None)], ids=str)
@@ -288,6 +326,18 @@ def test_changed_weights_or_a_changed_config_are_another_model(folder, tmp_path,
     one, other = (profile.fingerprint({"target": f, "0": None}) for f in (folder, copy))
     assert [key for key in one if one[key] != other[key]] == ["model target"]
     assert profile.place(one) != profile.place(other)
+
+
+def test_a_model_whose_middle_alone_was_trained_is_another(tmp_path):
+    """Embeddings at the beginning and the head at the end may well be those of the model that it comes from."""
+    marks = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        weights = torch.zeros(1 << 20)
+        weights[1 << 19 : 3 << 18] = float(name == "other")
+        save_file({"w": weights}, tmp_path / name / "model.safetensors")
+        marks.append(profile.fingerprint({"target": tmp_path / name})["model target"])
+    assert marks[0] != marks[1]
 
 
 def test_settings_threads_and_models_are_all_in_the_fingerprint(folder):

@@ -160,6 +160,11 @@ def test_a_trace_survives_the_disk(recorded: Trace, tmp_path: Path) -> None:
     assert [(x.seconds, x.steps) for x in a] == [(x.seconds, x.steps) for x in b]
 
 
+ODD = {
+    "a length": {"length": 8.5}, "no length": {"length": 0}, "sampled": {"sampled": "yes"}, "no category": {"category": None}, "an id": {"tokens": [1 << 60]},
+}  # fmt: skip
+
+
 def mended(whole: str, damage: str) -> str:
     """The same file, each of whose lines is JSON."""
     head, text, *rest = map(json.loads, whole.splitlines())
@@ -173,7 +178,18 @@ def mended(whole: str, damage: str) -> str:
     elif damage == "no guesses":
         text["guesses"] = {}
     elif damage == "no tokens":
-        text["tokens"], text["guesses"], text["steps"] = [], {n: [] for n in text["guesses"]}, {n: [] for n in text["steps"]}
+        text["tokens"] = []
+        text |= {kind: {n: [] for n in text[kind]} for kind in ("guesses", "steps", "along")}
+    elif damage in ODD:
+        text |= ODD[damage]
+    elif damage == "a score":
+        text["guesses"][name][0] = [[1], [7.5]]
+    elif damage == "a guess":
+        text["guesses"][name][0] = [[[1]], [0.5]]
+    elif damage == "a count":
+        head["costs"]["plains"] = dict.fromkeys(head["costs"]["plains"], "x")
+    elif damage == "steps that take nothing":
+        head["costs"]["verify"] = {at: {**curve, "start": 0.0, "seen": {}} for at, curve in head["costs"]["verify"].items()}
     elif damage.startswith("prefill"):
         text["prefill"] = {"prefill -1": -1.0, "prefill x": "x", "prefill NaN": float("nan")}[damage]
     else:
@@ -182,8 +198,10 @@ def mended(whole: str, damage: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "damage", ["no costs", "more drafters", "fewer guesses", "no guesses", "no tokens", "letters", "prefill -1", "prefill x", "prefill NaN"]
-)
+    "damage",
+    ["no costs", "more drafters", "fewer guesses", "no guesses", "no tokens", "letters", "prefill -1", "prefill x", "prefill NaN", *ODD, "a score", "a guess",
+     "a count", "steps that take nothing"],
+)  # fmt: skip
 def test_a_trace_that_contradicts_itself_is_refused(recorded: Trace, tmp_path: Path, damage: str) -> None:
     recorded.save(file := tmp_path / "a.jsonl")
     file.write_text(mended(file.read_text(), damage))
@@ -205,6 +223,13 @@ def test_a_damaged_trace_is_refused(recorded: Trace, tmp_path: Path, damage: str
     with pytest.raises(OutriderError, match="a.jsonl") as refused:
         Trace.load(file)
     assert "outrider bench schedule --trace" in str(refused.value), "a command that exists"
+
+
+def test_a_trace_that_was_cut_between_texts_is_refused(recorded: Trace, tmp_path: Path) -> None:
+    recorded.save(file := tmp_path / "a.jsonl")
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(OutriderError, match=rf"a.jsonl holds {len(recorded.texts) - 1} texts of {len(recorded.texts)}"):
+        Trace.load(file)
 
 
 def test_a_trace_without_costs_is_refused(recorded: Trace) -> None:

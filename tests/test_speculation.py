@@ -10,7 +10,10 @@ import outrider
 from outrider.control.fixed import fixed
 from outrider.core.config import LIMITS, limits
 from outrider.core.errors import OutriderError
-from outrider.core.types import Limits, Plan
+from outrider.core.types import Limits, Plan, Request, SamplingParams
+from outrider.drafters.model import ModelDrafter
+from outrider.models.toy import ToyModel
+from outrider.runtime.engine import Engine
 
 TEXTS = ["she sells sea shells on the sea shore and the shells she sells", "the quick brown fox jumps over the quick brown"]
 HOW = {"max_tokens": 64, "ignore_eos": True, "logit_bias": {40: 50.0, 41: 50.0, 42: 50.0, 43: 50.0}}  # a text that comes back to what it said
@@ -210,6 +213,28 @@ def test_a_guess_below_the_floor_ends_a_draft(folders, floor):
     assert all(d.score[p] >= floor for d in drafts for p in d.parent if p >= 0)
     assert max(max(d.depth) for d in drafts) > 1 if floor < 1 else max(max(d.depth) for d in drafts) == 1
     assert seq.generated == runtime.generate(TEXTS[0], **HOW, speculation="off").tokens
+
+
+@pytest.mark.parametrize("asked", [Limits(least=5), Limits(floor=0.99)], ids=["least", "floor"])
+@pytest.mark.parametrize("rule", [None, "coupled", "exact"])
+def test_what_a_request_asks_for_hangs_on_no_other(rule, asked):
+    """Beside one whose guesses are drawn, of which none may be left out, as alone."""
+    target, draft = ToyModel(24, 5, rows=2), ToyModel(24, 5, blend=(6, 0.2), rows=2, name="draft")
+    engine = Engine(target, {"model": ModelDrafter(draft)}, fixed(Plan((("model", 4, 1),))), 2)
+    seq = engine.submit(Request("a", (1, 2, 3), SamplingParams(max_tokens=30), 7, "coupled", limits=asked))
+    if rule:
+        engine.submit(Request("b", (4, 5), SamplingParams(max_tokens=200, temperature=1.0), 3, rule, limits=asked))
+    while seq.finish_reason is None:
+        engine.step()
+    for record in seq.records:
+        own = [n for n in record.kept if record.draft.row[n] == record.requests.index("a")]
+        assert not own or len(own) >= asked.least
+        assert all(record.draft.score[n] >= asked.floor for n in own)
+        if rule == "exact" and "b" in record.requests and record.draft is not None:
+            other = [n for n, row in enumerate(record.draft.row) if row == record.requests.index("b")]
+            assert set(other) <= set(record.kept), "nothing drawn is left out"
+        if not record.nodes():
+            assert record.reason in ("off:least", "off:floor") or not record.draft
 
 
 @pytest.mark.parametrize("drafters", [("lookup",), ("model",), ("lookup", "model")], ids="+".join)

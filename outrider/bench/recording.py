@@ -15,6 +15,7 @@ from typing import Any
 from outrider.bench import prompts
 from outrider.bench.report import provenance
 from outrider.control.fixed import Told
+from outrider.control.tables import Tables
 from outrider.core.errors import OutriderError
 from outrider.core.types import Draft, Places, Plan, Sequence, StepRecord
 from outrider.measure.cost import Costs
@@ -24,6 +25,7 @@ from outrider.runtime.engine import Engine
 AT_ONCE = frozenset({"lookup"})  # drafters that say all in one call, and read all of a text; others go level by level, and may begin with its end
 DEPTH = 32  # of the continuations that are written down
 RECORD = "recording it: outrider bench schedule --trace FILE"
+MOST = 1 << 53  # whole numbers are less, which JSON's readers tell apart
 VERSION = 2  # 1: without what was read along
 
 
@@ -64,7 +66,7 @@ class Trace:
 
     def save(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps({"version": VERSION, "where": provenance(), "drafters": self.drafters, "costs": self.costs})
+        head = json.dumps({"version": VERSION, "where": provenance(), "drafters": self.drafters, "costs": self.costs, "texts": len(self.texts)})
         file.write_text("\n".join([head, *(json.dumps(asdict(t)) for t in self.texts)]) + "\n", "utf-8")
 
     @classmethod
@@ -74,6 +76,8 @@ class Trace:
             about = json.loads(head)
             if about["version"] != VERSION:
                 raise OutriderError(f"{file} is a trace of version {about['version']}", f"this is version {VERSION}", RECORD)
+            if about.get("texts", len(lines)) != len(lines):
+                raise OutriderError(f"{file} holds {len(lines)} texts of {about['texts']}", "it was cut", RECORD)
             if not lines:
                 raise OutriderError(f"{file} holds no text", "its recording was ended before the first", RECORD)
             found = cls(about["drafters"], about["costs"], [Text(**json.loads(line)) for line in lines])
@@ -83,33 +87,41 @@ class Trace:
             raise OutriderError(f"there is no trace {file}", "", RECORD) from absent
         except OSError as unreadable:
             raise OutriderError(f"{file} cannot be read", unreadable.strerror or str(unreadable), RECORD) from unreadable
-        except (ValueError, LookupError, TypeError, AttributeError) as damaged:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as damaged:
             raise OutriderError(f"{file} is no trace", f"{type(damaged).__name__}: {damaged}", RECORD) from damaged
 
     def _check(self) -> None:
         """Raise ValueError, or what reading it raises, unless costs are costs and every text holds a guess of every drafter at every step."""
         costs = Costs({})
         costs.take(self.costs)
-        if not costs.verify or costs.plains.keys() - costs.verify.keys():
+        if not costs.verify or costs.plains.keys() - costs.verify.keys() or _no_counts([list(self.costs["plains"].values())], 0):
             raise ValueError("it says nothing of what steps cost")
+        Tables({name: 1 << i for i, name in enumerate(self.drafters)}, Costs({}), state={"costs": self.costs}).tried()
         for text in self.texts:
-            if not text.tokens:
-                raise ValueError(f"{text.prompt}: no token came of it")
-            for name in self.drafters:
-                if len(text.guesses[name]) != len(text.tokens) or any(len(said) != len(scores) for said, scores in text.guesses[name]):
-                    raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")
-            for name, steps in text.steps.items():
-                if len(steps) != len(text.tokens) or _no_counts(steps, 1) or any(own != sorted(own) for own in steps):
-                    raise ValueError(f"{text.prompt}: the steps of '{name}' are not one list of rising numbers for each token")
-            for name, along in text.along.items():
-                if [len(own) for own in along] != [len(own) + 1 for own in text.steps[name]] or _no_counts(along, 0):
-                    raise ValueError(f"{text.prompt}: what '{name}' read along is not a number for each of its steps")
-            if not 0 <= text.prefill < math.inf:
-                raise ValueError(f"{text.prompt}: its prefill takes {text.prefill} s")
-            if type(text.asked) is not int or text.asked < 0:
-                raise ValueError(f"{text.prompt}: {text.asked} tokens were asked for")
-            if not all(type(token) is int for token in text.tokens):
-                raise ValueError(f"{text.prompt}: its tokens are no ids")
+            self._check_text(text)
+
+    def _check_text(self, text: Text) -> None:
+        if [type(x) for x in (text.prompt, text.category, text.sampled)] != [str, str, bool] or _no_counts([[text.length]], 1):
+            raise ValueError(f"{text.prompt!r} of {text.length!r} tokens, {text.category!r}, sampled {text.sampled!r} is no prompt")
+        if not text.tokens:
+            raise ValueError(f"{text.prompt}: no token came of it")
+        for name in self.drafters:
+            if len(text.guesses[name]) != len(text.tokens) or any(len(said) != len(scores) for said, scores in text.guesses[name]):
+                raise ValueError(f"{text.prompt}: the guesses of '{name}' are not one for each token")
+            if _no_counts((said for said, _ in text.guesses[name]), 0) or not all(_chances(scores) for _, scores in text.guesses[name]):
+                raise ValueError(f"{text.prompt}: the guesses of '{name}' are no tokens, or their scores do not lie in 0..1")
+        for name, steps in text.steps.items():
+            if len(steps) != len(text.tokens) or _no_counts(steps, 1) or any(own != sorted(own) for own in steps):
+                raise ValueError(f"{text.prompt}: the steps of '{name}' are not one list of rising numbers for each token")
+        for name, along in text.along.items():
+            if [len(own) for own in along] != [len(own) + 1 for own in text.steps[name]] or _no_counts(along, 0):
+                raise ValueError(f"{text.prompt}: what '{name}' read along is not a number for each of its steps")
+        if not 0 <= text.prefill < math.inf:
+            raise ValueError(f"{text.prompt}: its prefill takes {text.prefill} s")
+        if type(text.asked) is not int or text.asked < 0:
+            raise ValueError(f"{text.prompt}: {text.asked} tokens were asked for")
+        if _no_counts([text.tokens], 0):
+            raise ValueError(f"{text.prompt}: its tokens are no ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +204,12 @@ def _along(read: list[int], unread: int) -> list[int]:
     return [max(after - before - own[n], 0) for n, (before, after) in enumerate(pairwise(read))] or [0]
 
 
-def _no_counts(lists: list[list[int]], least: int) -> bool:
-    return any(type(n) is not int or n < least for own in lists for n in own)
+def _no_counts(lists: Iterable[list[int]], least: int) -> bool:
+    return any(type(n) is not int or not least <= n < MOST for own in lists for n in own)
+
+
+def _chances(scores: list[float]) -> bool:
+    return all(type(p) in (int, float) and 0 <= p <= 1 for p in scores)
 
 
 def _own(record: StepRecord, bit: int) -> tuple[list[int], list[float]]:

@@ -1,6 +1,7 @@
 """How a step's draft grows and is pruned: the forest that all its proposals share, how far each row may grow, and what of it is
 verified. The interpreter and generated code use the same pieces."""
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -310,8 +311,10 @@ class Forest:
         the requests asked for."""
         full, seqs = self.full, self.now.seqs
         chosen, self.reason = self.parts.controller.fill(seqs, full, self.reason)
-        if not nodes or (unless_sampled and any(full.kind[n] != POINT for n in nodes)):
-            return nodes
+        whole = {full.row[n] for n in nodes if full.kind[n] != POINT} if unless_sampled else set[int]()
+        if not nodes or whole:  # nothing drawn is left out; what other rows asked for holds all the same
+            keep, self.reason = asked_for(seqs, full, nodes, self.reason, whole)
+            return keep
         keep = among(full, nodes, chosen)
         if chain:
             keep = [keep[n] for n in tree.chain(tree.select(full, keep))]
@@ -322,14 +325,16 @@ class Forest:
         return keep
 
 
-def asked_for(seqs: list[Sequence], draft: Draft, keep: list[int], reason: str) -> tuple[list[int], str]:
-    """What of the nodes to be verified its requests want: none that its drafter thinks less likely than `floor`, nor what
-    is below one; and none of a row that has fewer than `least`."""
+def asked_for(seqs: list[Sequence], draft: Draft, keep: list[int], reason: str, whole: Set[int] = frozenset()) -> tuple[list[int], str]:
+    """What of the nodes to be verified its requests want, but for rows that stay `whole`: none that its drafter thinks less likely than `floor`, nor
+    what is below one; and none of a row that has fewer than `least`."""
     if not keep or all(s.request.limits.floor == 0 and s.request.limits.least == 0 for s in seqs):
         return keep, reason
     fine: set[int] = set()
     for n in keep:
-        if draft.score[n] >= seqs[draft.row[n]].request.limits.floor and (draft.parent[n] < 0 or draft.parent[n] in fine):
+        row, above = draft.row[n], draft.parent[n]
+        if row in whole or (draft.score[n] >= seqs[row].request.limits.floor and (above < 0 or above in fine)):
             fine.add(n)
-    few = {r for r, s in enumerate(seqs) if s.request.limits.least > sum(draft.row[n] == r for n in fine)}
-    return [n for n in keep if n in fine and draft.row[n] not in few], reason if len(few) < len(seqs) else "off:least"
+    few = {r for r, s in enumerate(seqs) if s.request.limits.least > sum(draft.row[n] == r for n in fine) and r not in whole}
+    kept = [n for n in keep if n in fine and draft.row[n] not in few]
+    return kept, reason if kept else "off:least" if fine else "off:floor"

@@ -17,6 +17,7 @@ from outrider.core.errors import OutriderError
 DEEPEST = 32  # nodes or levels that curves reach
 SLOPE = 0.03  # of a plain step: what one more node is taken to cost until it is measured, low, so that it is tried
 FEW = 4  # observations after which a number is believed whatever larger ones take
+AGES = 1e6  # seconds that no step takes
 WIDEST = 2.0  # times what was expected: a step that takes longer was held up by the machine, which plain steps are as well
 CLIP = 3.0  # an observation counts for at most that many times what was expected: a stall is no news
 PACE, JOLT = 0.2, 1.5  # weight of one step in the machine's present pace, and for how many times what was expected it counts at most
@@ -187,6 +188,9 @@ class Curve:
     def of(cls, state: dict[str, Any], nested: bool = False) -> "Curve":
         if any(not 0 <= int(n) <= DEEPEST or count <= 0 or mean < 0 for n, (count, mean) in state["seen"].items()):
             raise ValueError("numbers of nodes, how often they were seen, and seconds are no less than 0")
+        means = [mean for _, mean in state["seen"].values()]
+        if state["spread"] <= 0 or min(state["start"], state["slope"]) < 0 or max(state["start"], state["slope"], *means) > AGES:
+            raise ValueError("a spread is more than 0, and no step takes less than nothing or for weeks")
         return cls(state["start"], state["slope"], {int(n): list(cell) for n, cell in state["seen"].items()}, state["spread"], nested=nested)
 
 

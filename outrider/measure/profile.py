@@ -2,8 +2,7 @@
 
 A profile belongs to the models, the machine, the settings and the libraries that its `fingerprint` names; any other is
 refused with the names of what differs. Writers take turns and merge: what one learned is added to what others wrote
-meanwhile. A damaged profile is set aside, never overwritten; any other
-file that somebody named is refused and left alone. Knows nothing of what the numbers mean.
+meanwhile. A damaged profile is set aside, never overwritten; any other file that somebody named is refused and left alone. Knows nothing of what the numbers mean.
 """
 
 import fcntl
@@ -29,7 +28,7 @@ from outrider.measure.machine import processor
 
 VERSION = 1  # of the file's layout
 HEAD = re.compile(rb'\s*\{\s*"version"')  # how a profile begins, whatever became of the rest
-SAMPLE = 1 << 16  # bytes at either end of a weight file that tell models apart
+SAMPLE, SAMPLES = 1 << 14, 16  # bytes, and places of a weight file from its beginning to its end, that tell models apart
 log = logging.getLogger("outrider")
 
 Json = dict[str, Any]
@@ -56,9 +55,9 @@ def _digest(folder: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as f:
-            digest.update(f.read(SAMPLE))
-            f.seek(max(0, size - SAMPLE))
-            digest.update(f.read(SAMPLE))
+            for n in range(SAMPLES):
+                f.seek(max(0, size - SAMPLE) * n // (SAMPLES - 1))
+                digest.update(f.read(SAMPLE))
     return digest.hexdigest()
 
 
@@ -73,7 +72,16 @@ def load(file: Path, mark: dict[str, str]) -> Json | None:
 
     Raises OutriderError for a profile of something else, with the keys that differ.
     """
-    found = _read(file)
+    try:
+        found = _read(file)
+    except _Damaged:
+        with _mending(file):
+            found = _whole(file)
+    return _own(file, mark, found)
+
+
+def _own(file: Path, mark: dict[str, str], found: Json | None) -> Json | None:
+    """What a file holds, if it is the profile of that."""
     if found is None:
         return None
     other, mark = {**found["fingerprint"], "version": str(found["version"])}, {**mark, "version": str(VERSION)}
@@ -83,6 +91,10 @@ def load(file: Path, mark: dict[str, str]) -> Json | None:
         raise OutriderError(f"{file} is the profile of something else", told, "profile='auto', or a new one by `outrider profile`")
     data: Json = found["data"]
     return data
+
+
+class _Damaged(Exception):
+    """It was a profile."""
 
 
 def _read(file: Path) -> Json | None:
@@ -95,14 +107,13 @@ def _read(file: Path) -> Json | None:
             return whole
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass
     except OSError as unreadable:
         raise OutriderError(f"{file} cannot be read", str(unreadable), "another file, or profile='off'") from unreadable
     if raw and not HEAD.match(raw) and not file.absolute().is_relative_to(cache_place()):
         raise OutriderError(f"{file} is no profile", "it is left as it is", "another file, or profile='auto'")
-    set_aside(file)
-    return None
+    raise _Damaged
 
 
 def _numbers(data: Any) -> bool:
@@ -112,15 +123,30 @@ def _numbers(data: Any) -> bool:
     return isinstance(data, int | float) and math.isfinite(data)
 
 
-def set_aside(file: Path) -> None:
+def _whole(file: Path) -> Json | None:
+    """What a file holds in this process's turn: one that another has mended meanwhile is read, one that is damaged set aside."""
+    try:
+        return _read(file)
+    except _Damaged:
+        _rename(file)
+        return None
+
+
+def set_aside(file: Path, data: Json) -> None:
+    """Keep what holds nonsense, `data`, under another name; not what another process has written in its place."""
+    with _mending(file):
+        found = _whole(file)
+        if found is not None and found["data"] == data:
+            _rename(file)
+
+
+def _rename(file: Path) -> None:
     """Keep what cannot be read under another name, and say so."""
     aside = file.with_name(f"{file.name}.damaged-{time.time_ns():x}")
     try:
         file.rename(aside)
     except FileNotFoundError:
         return  # another process was quicker
-    except OSError as unable:
-        raise OutriderError(f"{file} is damaged and cannot be set aside", str(unable), "another file, or profile='off'") from unable
     log.warning("%s is no whole profile: it was set aside as %s and is made anew", file, aside.name)
 
 
@@ -130,11 +156,15 @@ def save(file: Path, mark: dict[str, str], data: Json, base: Json) -> Json:
     file.parent.mkdir(parents=True, exist_ok=True)
     own: Json = json.loads(json.dumps(data))
     with _turn(file):
-        there = load(file, mark)
+        there = _own(file, mark, _whole(file))
         whole = own if there is None or there == base else merged(there, own, base)
-        draft = file.with_name(f"{file.name}.{os.getpid()}")
-        draft.write_text(json.dumps({"version": VERSION, "fingerprint": mark, "data": whole}, indent=1), "utf-8")
-        draft.replace(file)
+        draft = file.with_name(f"{file.name}.new")  # of one name: what a writer left that was killed is overwritten
+        try:
+            draft.write_text(json.dumps({"version": VERSION, "fingerprint": mark, "data": whole}, indent=1), "utf-8")
+            draft.replace(file)
+        except BaseException:  # a full disk is no fuller for it
+            draft.unlink(missing_ok=True)
+            raise
     return own
 
 
@@ -144,6 +174,16 @@ def _turn(file: Path) -> Iterator[None]:
     with file.with_name(f"{file.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _mending(file: Path) -> Iterator[None]:
+    """A turn of one who only reads."""
+    try:
+        with _turn(file):
+            yield
+    except OSError as unable:
+        raise OutriderError(f"{file} is damaged and cannot be set aside", str(unable), "another file, or profile='off'") from unable
 
 
 def merged(theirs: Any, mine: Any, base: Any) -> Any:

@@ -161,7 +161,7 @@ def _keeper(parts: dict[str, Drafter], folders: dict[str, Any], target_bytes: in
         Tables(cheapest, Costs(assumed, views), s.predictor, objective=objective, state=copy.deepcopy(known)).tried()
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):  # a whole file, and nonsense in it
         assert file is not None
-        profiles.set_aside(file)
+        profiles.set_aside(file, known)
         known = {}
     tables = Tables(cheapest, Costs(assumed, views), s.predictor, objective=objective, state=copy.deepcopy(known))
     return Keeper(tables, mark, file, json.loads(json.dumps(tables.state())) if known else {})  # some of what is there may be told another way

@@ -141,7 +141,8 @@ class Runtime:
         """What the controller expects of every drafter alone, and what the last steps took; see `control.explain`."""
         from outrider.control.explain import candidates
 
-        return candidates(self.engine.controller, self.engine.ring)
+        with self.turns:
+            return candidates(self.engine.controller, self.engine.ring)
 
     def program(self) -> dict[str, str]:
         """As text: the `program` of a greedy request before a plan fills it, and the `code` of the step that ran most often; before

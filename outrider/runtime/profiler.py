@@ -73,6 +73,13 @@ def situations(context: int, rows: int) -> list[tuple[int, int, bool]]:
     return [(min(n, context // 2), r, sampled) for n in used for r in sorted({1, rows}) for sampled in (False, True)]
 
 
+def unmeasured(engine: Engine, costs: Costs) -> list[str]:
+    """What no sweep has timed: steps that verify, drafters that have a model. (Others may have had nothing to say.)"""
+    seen = {name for (name, _), curve in costs.draft.items() if curve.seen}
+    models = [name for name, part in engine.drafters.items() if hasattr(part, "model") and name not in seen]
+    return [*([] if costs.verify else ["steps that verify"]), *models]
+
+
 def table(costs: Costs) -> str:
     """What was measured, in milliseconds, by situation."""
     shown = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
