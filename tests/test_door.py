@@ -349,7 +349,8 @@ def test_what_the_libraries_hold_is_kept_from_the_collector(folders):
     assert gc.get_freeze_count() > first + len(held) // 2, "of a second load as well"
 
 
-def test_what_the_controller_expects_is_asked_between_steps(rt, monkeypatch):
-    """The tables may grow within one, in another thread."""
+def test_plans_and_programs_are_asked_for_between_steps(rt, monkeypatch):
+    """Tables and code grow within one, in another thread."""
     monkeypatch.setattr("outrider.control.explain.candidates", lambda *_: {"inside": rt.turns.inside()})
-    assert rt.plan() == {"inside": True} and not rt.turns.inside()
+    monkeypatch.setattr("outrider.compiler.codegen.source", lambda *_: rt.turns.inside())
+    assert rt.plan() == {"inside": True} and rt.program()["code"] is True and not rt.turns.inside()

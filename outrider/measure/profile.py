@@ -2,7 +2,8 @@
 
 A profile belongs to the models, the machine, the settings and the libraries that its `fingerprint` names; any other is
 refused with the names of what differs. Writers take turns and merge: what one learned is added to what others wrote
-meanwhile. A damaged profile is set aside, never overwritten; any other file that somebody named is refused and left alone. Knows nothing of what the numbers mean.
+meanwhile. A damaged profile is set aside, never overwritten; any other file that somebody named is refused and left
+alone. Knows nothing of what the numbers mean.
 """
 
 import fcntl

@@ -151,14 +151,17 @@ class Runtime:
         from outrider.compiler.opt import PLAIN
         from outrider.ir.text import programs, show
 
-        jit = self.engine.jit
-        usual = Plan(tuple((name, 8, 1) for name in jit.bits)), PLAIN._replace(told=not getattr(self.engine.controller, "asks", True))
-        ran = [
-            (entry.uses, entry.plan, facts) for (rule, drafters, _, facts), entry in jit.known.items() if rule == "greedy" and drafters and entry.uses
-        ]
-        plan, facts = max(ran, key=lambda r: r[0])[1:] if ran else usual
-        lowered = programs(jit.planned("greedy", plan, jit.back))[0]
-        return {"program": show(jit.module("greedy")), "code": source(lowered, facts, dict(jit.bits))}
+        with self.turns:
+            jit = self.engine.jit
+            usual = Plan(tuple((name, 8, 1) for name in jit.bits)), PLAIN._replace(told=not getattr(self.engine.controller, "asks", True))
+            ran = [
+                (entry.uses, entry.plan, facts)
+                for (rule, drafters, _, facts), entry in jit.known.items()
+                if rule == "greedy" and drafters and entry.uses
+            ]
+            plan, facts = max(ran, key=lambda r: r[0])[1:] if ran else usual
+            lowered = programs(jit.planned("greedy", plan, jit.back))[0]
+            return {"program": show(jit.module("greedy")), "code": source(lowered, facts, dict(jit.bits))}
 
     def _encode(self, text: str) -> list[int]:
         _must_be_text(text, "the prompt")
