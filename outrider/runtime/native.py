@@ -23,7 +23,7 @@ from outrider.core.errors import OutriderError
 
 MODULES = {
     "core": "noise sampling tree types",
-    "control": "accounts controller explain guard hedge past plans predict rows sleep starts step tables",
+    "control": "accounts controller explain guard hedge past plans predict rows siblings sleep starts step tables",
     "measure": "cost trace",
     "verify": "exact host",
     "drafters": "lookup model suffix",
