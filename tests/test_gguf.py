@@ -19,6 +19,7 @@ import outrider
 from outrider.core.cache import UNUSED
 from outrider.models import gguf as ours
 from outrider.models import load
+from outrider.models.files import INDEX
 from outrider.models.vocab import fingerprint
 
 
@@ -137,6 +138,35 @@ def test_a_folder_that_was_begun_is_not_taken_for_one(tmp_path, cache, folder, m
     assert (load.locate(file) / "config.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX, "model-1.safetensors"])
+@pytest.mark.parametrize("left", [None, 0, 100])
+def test_a_folder_that_was_damaged_is_written_anew_and_that_is_said(tmp_path, cache, folder, caplog, name, left):
+    file = written(folder, tmp_path / "own.gguf")
+    place = load.locate(file)
+    whole = (place / name).read_bytes()
+    caplog.clear()
+    if left is None:
+        (place / name).unlink()
+    else:
+        (place / name).write_bytes(whole[: min(left, len(whole) - 2)])
+    again = load.locate(file)
+    assert again == place and (place / name).read_bytes() == whole
+    assert f"{place} is damaged" in caplog.messages[0] and name in caplog.messages[0] and "is written as" in caplog.messages[1]
+    caplog.clear()
+    assert load.locate(file) == place and not caplog.messages
+
+
+def test_a_damaged_folder_of_somebody_else_is_named_by_who_loads_it(tmp_path, cache, folder, monkeypatch):
+    place = load.locate(file := written(folder, tmp_path / "own.gguf"))
+    (place / "model-0.safetensors").unlink()
+
+    def not_ours(folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(ours, "remove", not_ours)
+    refused(lambda: outrider.load(file, []), "lacks weights", "model-0.safetensors")
+
+
 def test_a_cache_that_cannot_be_written_to(tmp_path, cache, folder):
     file = written(folder, tmp_path / "own.gguf")
     cache.mkdir()
@@ -179,6 +209,7 @@ def test_another_process_that_was_first_is_taken_at_its_word(tmp_path, cache, fo
         ({"keys": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4}}, "llama.rope.scaling"),
         ({"keys": {"llama.attention.head_count_kv": [1, 2]}}, "llama.attention.head_count_kv is not known here"),
         ({"extra": "blk.0.attn_sinks.weight"}, "its weights blk.0.attn_sinks.weight are not known here"),
+        ({"extra": "blk.2.attn_norm.weight"}, "its weights blk.2.attn_norm.weight are not known here"),
         ({"extra": "blk.0.attn_q.bias"}, "its weights blk.0.attn_q.bias are not known here"),
         ({"extra": ours.TURNED}, "are not those of Llama 3"),
         ({"keys": {"llama.rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor is not known here"),
@@ -223,6 +254,11 @@ def test_a_part_of_a_file_names_how_to_join_them(tmp_path, cache):
     (file := tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
     for path in (file, "owner/name/m-00001-of-00002.gguf"):
         refused(lambda path=path: load.locate(path), "is a part of a model", "llama-gguf-split --merge")
+
+
+def test_a_part_under_any_name(tmp_path, cache, folder):
+    refused(lambda: load.locate(written(folder, tmp_path / "own.gguf", keys={"split.count": 2})), "own.gguf is a part of a model", "--merge")
+    assert load.locate(written(folder, tmp_path / "one.gguf", keys={"split.count": 1})).is_dir()
 
 
 def test_a_disk_too_small_is_said_before_anything_is_written(tmp_path, cache, folder, monkeypatch):

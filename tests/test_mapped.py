@@ -5,12 +5,14 @@ import os
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import packages
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_folder
 
 import outrider
@@ -133,6 +135,32 @@ def test_a_damaged_file_is_written_anew_and_that_is_said(folder, cache, calls, c
     strange.rmdir()
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_file_of_zeros_or_of_another_layer_is_written_anew(folder, cache, calls, caplog, kind: str) -> None:
+    """A disk that lost what was written gives zeros behind a header that is whole."""
+    whole = load_module(folder, "bfloat16", kind)
+    zeros, head, other = (next(cache.glob(f"integers/*/*layers.0*{name}*")) for name in ("up_proj", "q_proj", "down_proj"))
+    before = {file: file.read_bytes() for file in (zeros, head, other)}
+    for file in before:
+        file.unlink()
+    start = 8 + int.from_bytes(before[zeros][:8], "little")
+    zeros.write_bytes(before[zeros][:start] + bytes(len(before[zeros]) - start))
+    head.write_bytes(before[zeros])
+    save_file({"nothing": torch.zeros(2)}, other)
+    calls.clear()
+    assert same(load_module(folder, "bfloat16", kind), whole) and len(calls) == 3
+    assert all(f"{file} is damaged" in caplog.text and file.read_bytes() == kept for file, kept in before.items())
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(folder, cache, monkeypatch) -> None:
+    settled = list[str]()
+    monkeypatch.setattr(mapped, "settle", lambda file: settled.append(file.name))
+    monkeypatch.setattr(mapped.Path, "replace", lambda self, goal, move=Path.rename: (settled.append(goal.name), move(self, goal))[1])
+    load_module(folder, "bfloat16", "int4")
+    settled = [name for name in settled if name.startswith(".") or name.endswith(".safetensors")]
+    assert len(settled) == 30 and all(a.startswith(".") and b.endswith(".safetensors") for a, b in zip(settled[::2], settled[1::2], strict=True))
+
+
 @pytest.mark.parametrize("why", ["no cache", "full", "full at last", "somebody else's"])
 def test_where_nothing_can_be_kept_it_is_said_and_a_model_is_loaded_all_the_same(folder, cache, calls, caplog, monkeypatch, why: str) -> None:
     want, given_back = quantised(load_module(folder, "bfloat16"), "m", "int4"), []
@@ -177,7 +205,7 @@ def test_two_who_round_the_same_do_not_meet(folder, cache, caplog) -> None:
 
     def load_them(_: int) -> list[dict[str, torch.Tensor]]:
         keep = mapped.Mapped(folder, "int4", "float32", 1)
-        return [keep(name, lambda layer=layer: FourBits.rounded(layer)) for name, layer in linear.items()]
+        return [keep(name, partial(FourBits.rounded, layer), partial(FourBits.fit, layer)) for name, layer in linear.items()]
 
     with ThreadPoolExecutor(4) as several, caplog.at_level(logging.WARNING, "outrider"):
         found = list(several.map(load_them, range(4)))
@@ -204,7 +232,7 @@ def test_weights_that_lie_otherwise_are_kept_as_any(cache, tmp_path, folder) -> 
         linear = torch.nn.Linear(64, 32)
         linear.weight = torch.nn.Parameter(torch.randn(64, 32).t())
         keep = mapped.Mapped(folder, kind, "float32", 10_000)
-        assert same(made(linear, keep("some", lambda made=made, linear=linear: made.rounded(linear))), made(linear))
+        assert same(made(linear, keep("some", partial(made.rounded, linear), partial(made.fit, linear))), made(linear))
 
 
 def test_no_weight_is_made_whole_where_a_model_is_loaded(folder, cache, monkeypatch) -> None:

@@ -74,6 +74,12 @@ def draft_name() -> str:
     return f".{os.getpid()}-{time.monotonic_ns()}"
 
 
+def settle(file: Path) -> None:
+    """What was written to it is on the disk, whatever becomes of the machine: a new name may be there before what it names."""
+    with open(file, "r+b") as f:
+        os.fsync(f.fileno())
+
+
 def remove_left(folder: Path) -> None:
     """Remove what processes that were killed have left there under such names."""
     import shutil

@@ -5,6 +5,7 @@ model that is not known here, it is refused: another model's text would be the w
 Source: the tables of names and the order of rotary dims, gguf-py and llama.cpp's convert_hf_to_gguf.py.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -22,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider.core.cache import cache_folder, contents, draft_name, remove_left, remove_unused, used
+from outrider.core.cache import cache_folder, contents, draft_name, remove, remove_left, remove_unused, settle, used
 from outrider.core.errors import OutriderError
 from outrider.models import gguf_tokenizer
-from outrider.models.files import INDEX
+from outrider.models.files import INDEX, tensors
 
 VERSION = 1  # of the folders: what another version wrote of a file is written anew
 FAMILIES = ("llama", "qwen2", "qwen3")  # architectures, which have the names that transformers gives them
@@ -47,6 +48,7 @@ NEWS = {"attention.causal"}  # keys that say most where they say no
 LISTS = {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}  # long, and the tokenizer's alone
 LEAST = 5 / 8  # bytes of memory that a weight takes in any case
 PART = re.compile(r"-\d{5}-of-\d{5}$")
+TOLD = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)  # of a folder
 ELSEWHERE = "the same model's folder or hub id with *.safetensors"
 log = logging.getLogger("outrider")
 
@@ -56,17 +58,37 @@ def folder_of(path: str) -> Path:
     exactly, or what it takes is not there."""
     file = Path(path).expanduser()
     if PART.search(file.stem):
-        raise OutriderError(f"{path} is a part of a model", "only whole files are read", "llama-gguf-split --merge, or " + ELSEWHERE)
+        raise _part(path)
     if not file.is_file():
         file = _fetched(path)
     try:
         place = cache_folder() / "gguf" / f"{VERSION}-{contents(file).hex()[:24]}" / file.stem
     except OSError as bad:
         raise OutriderError(f"{file} cannot be read", bad.strerror or str(bad), "a file that you may read") from bad
+    if place.is_dir() and (why := _damage(place)):
+        log.warning("%s is damaged (%s)", place, why)
+        with contextlib.suppress(OSError):  # somebody else's: who loads it says what is wrong
+            remove(place)
     if not place.is_dir():
         _written(Stored(file), place)
     used(place)
     return place
+
+
+def _part(name: str) -> OutriderError:
+    return OutriderError(f"{name} is a part of a model", "only whole files are read", "llama-gguf-split --merge, or " + ELSEWHERE)
+
+
+def _damage(place: Path) -> str | None:
+    """What is wrong with a folder that was whole once; None: nothing."""
+    try:
+        tensors(place)
+        cut = [name for name in TOLD if not (place / name).read_bytes().rstrip().endswith(b"}")]
+    except OSError as bad:
+        return f"{Path(str(bad.filename)).name}: {bad.strerror}"
+    except OutriderError as bad:
+        return str(bad).splitlines()[0]
+    return f"{cut[0]} is cut" if cut else None
 
 
 def _fetched(path: str) -> Path:
@@ -123,17 +145,23 @@ class Stored:
 
     def _refuse(self, held: dict[str, Any]) -> None:
         """Refuse by name what would be lost."""
+        if int(self.about.get("split.count") or 1) > 1:
+            raise _part(self.file.name)
         prefix, scale = f"{self.family}.", (self._of("rope.scaling.type", "linear"), self._of("rope.scaling.factor") or 1.0)
         lost = [k.removeprefix(prefix) for k, v in self.about.items() if k.startswith(prefix) and self._lost(k.removeprefix(prefix), v)]
         lost = [k for k in lost if not (k.startswith("rope.scaling.") and (scale[0] == "none" or scale == ("linear", 1.0)))]
         why = (
             f"its architecture is {self.family}, and {', '.join(FAMILIES)} are read" if self.family not in FAMILIES
             else f"{prefix}{lost[0]} is not known here" if lost
-            else f"its weights {odd[0]} are not known here" if (odd := [name for name in held if name != TURNED and self._named(name) is None])
+            else f"its weights {odd[0]} are not known here" if (odd := [name for name in held if name != TURNED and (self._named(name) is None or self._above(name))])
             else gguf_tokenizer.odd(self.about)
         )  # fmt: skip
         if why:
             raise OutriderError(f"{self.file.name} cannot be read exactly", why, ELSEWHERE)
+
+    def _above(self, name: str) -> bool:
+        """Is it of a layer that the model does not have?"""
+        return name.startswith("blk.") and int(name.split(".")[1]) >= int(self._of("block_count"))
 
     def _lost(self, key: str, value: Any) -> bool:
         """Would what a key says be passed over? What says no is as if it were not there."""
@@ -195,6 +223,8 @@ def _written(held: Stored, place: Path) -> None:
         remove_unused(place.parent.parent.glob("*/[!.]*"))
         draft.mkdir(parents=True)
         _write(held, draft, size)
+        for file in draft.iterdir():
+            settle(file)
         draft.rename(place)
     except (OSError, SafetensorError) as bad:
         if not place.is_dir():  # which another process has written meanwhile

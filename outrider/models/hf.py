@@ -65,7 +65,7 @@ class HFModel:
 
     def __init__(self, module: Any, spec: ModelSpec, rows: int, chunk: int = 512) -> None:
         self.module, self.spec, self.chunk = module.eval(), spec, chunk
-        kinds = windows(module.config)
+        kinds = windows(module)
         self.store = SlotCache(spec.layers, rows, spec.context)
         self.rows = Rows(spec.name, rows, spec.context, self.store, tuple(kinds.values()))
         self.device, self.dtype = module.device, module.dtype

@@ -1,9 +1,12 @@
 """What a transformers module is made of: the kinds of its layers, where they are, and copies of it that run fewer of them.
 
-Asks the config and the module's own children; knows nothing of caches or steps.
+Asks the config, the module's own children and what its class is written in; knows nothing of caches or steps.
 """
 
 import copy
+import functools
+import inspect
+import sys
 from typing import Any
 
 from torch import nn
@@ -11,14 +14,44 @@ from torch import nn
 from outrider.core.errors import OutriderError
 
 
-def windows(config: Any) -> dict[str, int | None]:
-    """Layer type -> how many positions it sees (None: all). One entry for a model of one kind of layer."""
-    config = config.get_text_config()
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+def windows(module: nn.Module) -> dict[str, int | None]:
+    """Layer type -> how many positions it sees (None: all). One entry for a model of one kind of layer. A config may name a window, or types, of which
+    the class takes no notice: any key that a folder's config.json holds is kept."""
+    config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
+    types = getattr(config, "layer_types", None) if mentions(module, "layer_types") else None
+    window = getattr(config, "sliding_window", None) if mentions(module, "create_sliding_window_causal_mask") else None
     if types is None:
         return {"sliding_attention": window} if window else {"full_attention": None}
     return {t: window if t == "sliding_attention" else None for t in dict.fromkeys(types)}
+
+
+def ignored(module: nn.Module) -> int | None:
+    """The window that the config names and the class takes no notice of; None: there is none such."""
+    config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
+    return None if mentions(module, "create_sliding_window_causal_mask") else getattr(config, "sliding_window", None)
+
+
+def mentions(module: nn.Module, word: str) -> bool:
+    """Does the word stand in the modelling code of any part?"""
+    return any(word in _code(name) for name in {type(part).__module__ for part in module.modules()} if name.startswith("transformers.models."))
+
+
+@functools.cache
+def _code(name: str) -> str:
+    return inspect.getsource(sys.modules[name])
+
+
+def cached(config: Any) -> int:
+    """Numbers that one token's keys and values take in all layers: of latent attention (DeepSeek's) one latent and the dims that are turned, for all
+    heads; layers that read the keys of others (Gemma 3n's) hold none."""
+    text = config.get_text_config()
+    layers = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    if latent := getattr(text, "kv_lora_rank", None):
+        return int(layers * (latent + text.qk_rope_head_dim))
+    one = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)  # Falcon, StarCoder
+    heads = 1 if one else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(layers * 2 * heads * width)
 
 
 def turning(config: Any) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from outrider.models.files import NOT_READ, tensors
 from outrider.models.graphed import Graphs
 from outrider.models.hf import HFModel, HFView
 from outrider.models.kv import slots_for
-from outrider.models.layers import routed, shared, turning
+from outrider.models.layers import cached, ignored, routed, shared, turning
 from outrider.models.mapped import Mapped, keepable
 from outrider.models.quantised import held_bytes, inexact, kept_bytes, quantised
 from outrider.models.vocab import fingerprint
@@ -167,7 +167,7 @@ def context_of(config: Any, asked: int | None, clip: bool = False) -> int:
 def positions_of(config: Any) -> int:
     """Those that the model knows."""
     text = config.get_text_config()
-    return next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None))), 4096)
+    return next((int(v) for k in ("max_position_embeddings", "n_positions") if (v := getattr(text, k, None)) and v > 0), 4096)
 
 
 def refuse_turning(config: Any, context: int) -> None:
@@ -183,6 +183,13 @@ def tell_turning(config: Any, name: str, asked: int | None, room: int) -> None:
         log.warning("%s holds %d tokens a text: beyond them its rotary frequencies (%s) would be others", name, room, turns[1])
 
 
+def tell_ignored(model: HFModel) -> None:
+    """Say so where the config names what the class does not have: transformers' own cache keeps no more than that window, its modules see all."""
+    if window := ignored(model.module):
+        kind = type(model.module).__name__
+        log.warning("the config of %s names a window of %d positions, of which %s takes no notice: all are seen", model.spec.name, window, kind)
+
+
 def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str = "off", quantise: str | None = None) -> MemoryPlan:
     """What loading the model of `folder` will hold, from its headers and config alone. Compiled steps carry copies of
     the weights as far as they leave three quarters of the memory free; of those in 4 bits no more than the head, of which
@@ -193,9 +200,7 @@ def memory_plan(folder: Path, dtype: str, rows: int, context: int, compile: str 
     weights, copy = numbers * BYTES[dtype], {"int8": numbers, "int4": config.vocab_size * config.hidden_size}.get(quantise or "")
     if quantise and {kind for kind, shape in given.values() if len(shape) > 1} == {STORED[dtype]}:
         weights = min(weights, _quantised_bytes(folder, whole, quantise, dtype))
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = config.num_hidden_layers * 2 * rows * heads * slots_for(context) * width * BYTES[dtype]
+    cache = rows * slots_for(context) * cached(whole) * BYTES[dtype]
     free = psutil.virtual_memory().available - weights - cache
     frozen = SHAPES if quantise == "int4" else worth_freezing(weights if copy is None else copy, max(free, 0))
     return MemoryPlan(weights, cache, () if compile == "off" else frozen, copy)
@@ -250,17 +255,32 @@ def load_model(
     dtype = pick_dtype(config, dtype, where)
     room = context_of(config, context, clip)
     tell_turning(config, name, context, room)
-    plan = memory_plan(folder, dtype, rows, room, *((compile, quantise) if where.type == "cpu" else ()))
+    with _told(name, config):
+        plan = memory_plan(folder, dtype, rows, room, *((compile, quantise) if where.type == "cpu" else ()))
     refuse_too_large(plan, where, name)
     tokenizer = load_tokenizer(folder)
     module = load_module(folder, dtype, quantise)
     tokens = max(tokenizer.get_vocab().values()) + 1
-    model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
-    if check:
-        self_check(model)
+    with _told(name, config):
+        model = wrap(module.to(where), name, fingerprint(tokenizer), rows=rows, context=room, chunk=chunk, plan=plan, tokens=tokens)
+        tell_ignored(model)
+        if check:
+            self_check(model)
     if compile != "off":
         model.compiled = Graphs(model.step) if where.type == "cuda" else _compiled(model, folder, plan, quantise)
     return model, tokenizer, plan
+
+
+@contextlib.contextmanager
+def _told(name: str, config: Any) -> Iterator[None]:
+    """Whatever a class leads to that was never meant for this cache is said of it, by name."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as bad:
+        kind, why = "/".join(getattr(config, "architectures", None) or [config.model_type]), str(bad).split("\n")[0]
+        raise OutriderError(f"{name} ({kind}) cannot run here", f"{type(bad).__name__}: {why}", "another model, or another config.json") from bad
 
 
 def load_copy(owner: HFModel, path: str | os.PathLike[str], name: str, quantise: str, compile: str = "off") -> tuple[HFView, MemoryPlan]:
@@ -294,9 +314,14 @@ def load_module(folder: Path, dtype: str, quantise: str | None = None) -> Any:
     except (RuntimeError, ValueError, OSError) as bad:
         why = "their shapes do not fit its config.json" if "mismatch" in str(bad) else str(bad).split("\n")[0]
         raise OutriderError(f"the weights of {folder} cannot be loaded", why, "copying or downloading it again") from bad
+    except Exception as bad:
+        why = f"{type(bad).__name__}: {bad}"
+        raise OutriderError(f"the model of {folder} cannot be built", why, "a config.json of transformers' own words") from bad
     module, told = loaded
     if missing := sorted(told["missing_keys"]):
         raise OutriderError(f"{folder} lacks weights", f"{len(missing)} of them, the first is {missing[0]}", "copying or downloading it again")
+    if more := sorted(name for name in told["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")):  # old folders hold these
+        log.warning("%s holds %d weights that %s has no place for, the first is %s", folder, len(more), type(module).__name__, more[0])
     return quantised(module, folder.name, quantise, Mapped(folder, quantise, dtype, kept_bytes(module, quantise))) if quantise else module
 
 

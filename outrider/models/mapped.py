@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.core.cache import cache_folder, contents, draft_name, read_before, remove_left, remove_unused, used
+from outrider.core.cache import cache_folder, contents, draft_name, read_before, remove_left, remove_unused, settle, used
 from outrider.core.errors import OutriderError
 from outrider.models.files import weight_files
 
@@ -55,7 +55,8 @@ def _size(place: Path | None) -> int:
 
 
 class Mapped:
-    """The integers of one model. Call it with a layer's name and what rounds it: they are found on disk, or written there and found."""
+    """The integers of one model. Call it with a layer's name, what rounds it and what knows such integers: they are found on disk, or written there and
+    found."""
 
     def __init__(self, folder: Path, kind: str, dtype: str, size: int) -> None:
         """size: bytes of all of them. What cannot be kept is rounded anew at every start, and held; that is said."""
@@ -75,11 +76,13 @@ class Mapped:
         except (OSError, OutriderError) as bad:
             self._give_up(bad)
 
-    def __call__(self, name: str, rounded: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def __call__(self, name: str, rounded: Callable[[], dict[str, Tensor]], fit: Callable[[dict[str, Tensor]], bool]) -> dict[str, Tensor]:
         file = (self.place or Path()) / f"{name}.safetensors"
         if self.place:
             try:
-                return _read(file)
+                if fit(found := _read(file)):
+                    return found
+                raise OSError("it holds other numbers than belong there")
             except FileNotFoundError:
                 pass
             except (OSError, SafetensorError) as damaged:
@@ -93,6 +96,7 @@ class Mapped:
         draft = file.with_name(draft_name())
         try:
             save_file(made, draft)
+            settle(draft)
             draft.replace(file)
             return _read(file)
         except (OSError, SafetensorError) as bad:

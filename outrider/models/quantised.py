@@ -42,6 +42,11 @@ class QuantisedLinear(nn.Module):
             rounded[at : at + PIECE], scale[at : at + PIECE] = _rounded(whole[at : at + PIECE].float(), whole.dtype)
         return {"rounded": rounded, "scale": scale}
 
+    @staticmethod
+    def fit(linear: nn.Linear, held: dict[str, Tensor]) -> bool:
+        """May `rounded` have made this of such a layer? No scale is 0, which is what a disk gives that has lost what was written."""
+        return _shapes(held) == {"rounded": linear.weight.shape, "scale": linear.weight.shape[:1]} and bool((held["scale"] != 0).all())
+
     @property
     def weight(self) -> Tensor:
         """[outputs, inputs], in the layer's dtype: made when it is asked for."""
@@ -54,6 +59,10 @@ class QuantisedLinear(nn.Module):
         out: Tensor = torch.ops.aten._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.turned.t(), self.scale)
         out = out.view(*x.shape[:-1], len(self.scale))
         return out if self.bias is None else out + self.bias
+
+
+def _shapes(held: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in held.items()}
 
 
 def _rounded(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -93,6 +102,14 @@ class FourBits(nn.Module):
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
         by_group = scales.transpose(0, 1).contiguous()
         return {"blocks": _in_blocks(numbers), "scales": _beside_blocks(by_group), "packed": packed, "packed_scales": by_group}
+
+    @staticmethod
+    def fit(linear: nn.Linear, held: dict[str, Tensor]) -> bool:
+        """As of 8 bits."""
+        outputs, inputs = linear.weight.shape
+        numbers, scales = (outputs, inputs // 2), (inputs // GROUP, outputs, 2)
+        wanted = {"blocks": numbers, "scales": scales, "packed": numbers, "packed_scales": scales}
+        return _shapes(held) == wanted and bool((held["scales"][..., 0] != 0).all())
 
     @property
     def weight(self) -> Tensor:
@@ -186,7 +203,8 @@ def _fitted(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor
 
 
 Layer = type[QuantisedLinear] | type[FourBits]
-Keeper = Callable[[str, Callable[[], dict[str, Tensor]]], dict[str, Tensor]]  # a layer's integers, by its name and what makes them
+Held = dict[str, Tensor]
+Keeper = Callable[[str, Callable[[], Held], Callable[[Held], bool]], Held]  # a layer's integers, by its name, what makes them and what knows them
 
 
 def layers_of(module: Any, kind: str) -> dict[str, Layer]:
@@ -221,7 +239,8 @@ def quantised(module: Any, name: str, kind: str, keep: Keeper | None = None) -> 
     share = sum(module.get_submodule(path).weight.numel() for path in layers) / max(numbers, 1)
     for path, made in layers.items():
         layer = module.get_submodule(path)
-        module.set_submodule(path, made(layer, keep(path, functools.partial(made.rounded, layer)) if keep else None))
+        held = keep(path, functools.partial(made.rounded, layer), functools.partial(made.fit, layer)) if keep else None
+        module.set_submodule(path, made(layer, held))
     if share < 0.5:
         log.warning("of the weights of %s no more than %d%% lie in linear layers and are quantised; the others stay whole", name, 100 * share)
     return module

@@ -16,6 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from outrider.core.errors import OutriderError
+from outrider.models.layers import mentions
 from outrider.models.slots import SlotCache
 
 ATTENTION = "outrider"
@@ -31,6 +33,8 @@ def grouped_attention(
     """
     if attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    if attention_mask.shape[1] != 1:
+        raise OutriderError(f"{type(module).__name__} masks every head by itself", "what is cached is masked for all heads alike", "another model")
     b, h, w, d = query.shape
     share = h // key.shape[1]
     folded = query.clone(memory_format=torch.contiguous_format).view(b, key.shape[1], share * w, d)
@@ -61,7 +65,7 @@ class Step(nn.Module):
         super().__init__()
         self.module, self.store, self.windows, self.vocab = module, store, windows, vocab
         self.one_logit = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
-        if module.config._attn_implementation == "sdpa":
+        if module.config._attn_implementation == "sdpa" and mentions(module, "ALL_ATTENTION_FUNCTIONS"):  # Falcon asks for "sdpa" by name
             module.config._attn_implementation = ATTENTION
 
     def forward(

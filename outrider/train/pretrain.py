@@ -68,7 +68,7 @@ def new_model(shape: dict[str, Any], shared: dict[str, Any], seed: int) -> Any:
 def whole(model: Any) -> Any:
     """The model, which will only see whole texts without padding: where its layers see all that precedes, torch's causal attention needs no mask, and
     a compiled transformers module would write one of length x length out."""
-    if windows(model.config) == {"full_attention": None}:
+    if windows(model) == {"full_attention": None}:
         model.config._attn_implementation = ATTENTION
     return model
 
