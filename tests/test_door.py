@@ -3,7 +3,9 @@
 import gc
 
 import pytest
+from ggufs import spaced
 from tiny import spelling, tiny_folders
+from transformers import AutoTokenizer
 
 import outrider
 from outrider.core.errors import OutriderError
@@ -171,6 +173,29 @@ def test_characters_that_span_tokens_are_never_shown_in_halves(depth):
     assert not any("\ufffd" in p for p in pieces)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_a_text_begins_with_its_space_where_the_tokenizer_would_drop_it(tmp_path, depth):
+    """As the sentencepiece ones of Llama 2 and Mistral do at the beginning of a text: this one goes on after the prompt's."""
+    runtime = spelling("quick brown 🦊 jumps", depth=depth, tokenizer=AutoTokenizer.from_pretrained(spaced(tmp_path, True)))
+    out = runtime.generate("x")
+    assert out.text == " quick brown 🦊 jumps" == "".join(c.text for c in runtime.stream("x"))
+    assert runtime.tokenizer.decode([*out.prompt_tokens, *out.tokens], skip_special_tokens=True) == "x quick brown 🦊 jumps"
+    for stop, left in ((" quick", ""), ("x q", out.text), (" brown", " quick")):
+        cut = runtime.generate("x", stop=stop)
+        assert cut.text == left == "".join(c.text for c in runtime.stream("x", stop=stop))
+    (written,) = runtime.write([out.prompt_tokens[:1]], None, {"max_tokens": 2})
+    assert not written.text.startswith(" "), "there is nothing that it goes on from"
+
+
+def test_a_prompt_that_ends_in_half_a_character_is_gone_on_with():
+    """Of token ids, which may end anywhere: the rest of it is the text's."""
+    runtime = spelling("🦊 ends", depth=2)
+    script = runtime.tokenizer("🦊 ends")["input_ids"][1:]
+    half = [0, *runtime.tokenizer("x")["input_ids"][1:], script[0]]
+    (out,) = runtime.write([half], None, {})
+    assert out.tokens[:2] == script[1:3] and out.text == "🦊 ends"
+
+
 def test_half_a_character_at_the_limit_is_shown_at_the_end():
     runtime = spelling("ab🦊")
     out, chunks = runtime.generate("x", max_tokens=4), list(runtime.stream("x", max_tokens=4))
@@ -202,6 +227,14 @@ def test_a_beginning_of_a_stop_string_is_shown_once_it_cannot_be_one():
     assert "".join(c.text for c in chunks) == "a stoat "
     assert list(runtime.stream("x", stop="stomp"))[-1].finish_reason == "stop"
     assert "".join(c.text for c in runtime.stream("x", stop="stomp")) == "a stoat stops here"
+
+
+def test_min_tokens_where_every_token_ends_the_text_are_refused(rt):
+    everything = list(range(rt.engine.target.spec.vocab_size))
+    with pytest.raises(OutriderError, match="min_tokens=5 cannot be kept.*every token would end the text"):
+        rt.generate("x", min_tokens=5, stop_token_ids=everything)
+    assert rt.generate("x", stop_token_ids=everything).finish_reason == "stop"
+    rt.generate("x", min_tokens=2, max_tokens=4, stop_token_ids=everything[1:])
 
 
 @pytest.mark.parametrize("depth", [0, 2, 8])

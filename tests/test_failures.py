@@ -170,10 +170,10 @@ def test_a_text_that_overflowed_beside_another_costs_that_one_nothing_but_time()
     good = engine.submit(request([5, 6, 7, 8], "good", max_tokens=12))
     engine.step()
     bad = engine.submit(request(BAD, "bad", max_tokens=9))
+    assert engine.step() == [good, bad] and bad.finish_reason == "failed"
+    assert engine.target.rows.of(good).text and good.steps == 2, "it is not read again"
     with pytest.raises(OutriderError, match="NaN"):
-        engine.step()
-    assert engine.target.rows.of(good).text, "it is not read again"
-    engine.cancel(bad)
+        engine.advance([bad])
     while good.finish_reason is None:
         engine.step()
     assert good.generated == want
@@ -202,11 +202,86 @@ def test_a_text_that_ended_in_a_failed_step_has_ended(why):
     seqs = [engine.submit(asked), engine.submit(other)]
     engine.step()
     oracle.broken = "observe"
-    failed_step(engine)
+    engine.step()
+    assert [r.emitted for r in seqs[0].records] == [(1, 1), (1, 1)], "what was written is told, too"
     assert seqs[0].finish_reason == why and seqs[0] not in engine.batcher.running
     while seqs[1].finish_reason is None:
         engine.step()
     assert [s.generated for s in seqs] == want and seqs[0].finish_reason == why
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_who_fails_alone_fails_alone(rows, temperature, caplog):
+    """A drafter fails at every guess for one text. Whoever asks for another hears nothing of it, and has what it would have alone."""
+    target, how = ToyModel(20, 1, rows=rows), {"max_tokens": 9, "temperature": temperature, "seed": 3}
+    asked = [request([1 + i, 2, 3], name, **how) for i, name in enumerate(["a", "bad", "c", "d"])]
+    want = [plain(ToyModel(20, 1), [one])[0] for one in asked]
+    engine = Engine(target, {"oracle": (oracle := Oracle([5] * 40))}, fixed(ALONE), rows)
+    extend = oracle.extend
+
+    def fails(seqs, *how, **more):
+        if any(s.request.id == "bad" for s in seqs):
+            raise RuntimeError("it does not know this one")
+        return extend(seqs, *how, **more)
+
+    oracle.extend = fails
+    seqs = [engine.submit(one) for one in asked]
+    while any(s.finish_reason is None for s in seqs):
+        engine.advance([s for s in seqs if s.request.id != "bad"])
+    assert [s.finish_reason for s in seqs] == ["length", "failed", "length", "length"] and not seqs[1].generated
+    assert [s.generated for s in seqs if s is not seqs[1]] == [text for i, text in enumerate(want) if i != 1]
+    assert ("each goes on by itself" in caplog.text) == (rows > 1) and target.rows.active == 0 and not engine.batcher.running
+    with pytest.raises(RuntimeError, match="does not know"):
+        engine.advance([seqs[1]])
+
+
+def _chain(draft, tokens):
+    return tree.run(draft, -1, tokens, 1, [0.5] * len(tokens))
+
+
+@pytest.mark.parametrize(
+    "made, why",
+    [
+        (lambda draft: None, "gave None. it is no continuation of the draft"),
+        (lambda draft: [5], "gave .5.. it is no continuation of the draft"),
+        (lambda draft: _chain(draft, [20]), "guessed token 20. the target's ids are 0..19"),
+        (lambda draft: _chain(draft, [-1]), "guessed token -1. the target's ids are 0..19"),
+        (lambda draft: _chain(draft, [None]), "guessed token None. the target's ids are 0..19"),
+        (lambda draft: _chain(draft, [3] * 70), "guessed 70 tokens. it was asked for 2 at most"),
+        (lambda draft: _chain(draft, [3] * 3), "guessed 3 tokens. it was asked for 2 at most"),
+    ],
+)  # fmt: skip
+def test_a_drafter_of_ones_own_that_is_wrong_is_named(made, why):
+    oracle = Oracle()
+    engine = Engine(ToyModel(20, 1), {"oracle": oracle}, fixed(ALONE), 1)
+    oracle.extend = lambda seqs, draft, *how, **more: made(draft)
+    seq = engine.submit(request([1, 2, 3], max_tokens=9))
+    with pytest.raises(OutriderError, match=f"drafter 'oracle' {why}"):
+        engine.step()
+    del oracle.extend
+    while seq.finish_reason is None:
+        engine.step()
+    assert seq.generated == plain(ToyModel(20, 1), [request([1, 2, 3], max_tokens=9)])[0]
+
+
+def test_a_drafter_that_leaves_something_behind_is_named():
+    oracle = Oracle()
+    engine = Engine(ToyModel(20, 1), {"oracle": oracle}, fixed(ALONE), 1)
+    oracle.begin = lambda seq: seq.slots.update(oracle=1)
+    engine.submit(request([1, 2, 3], "r1", max_tokens=1))
+    with pytest.raises(OutriderError, match="'oracle' left what it kept in the slots of r1"):
+        engine.step()
+
+
+def test_what_was_measured_before_a_step_is_none_of_it():
+    """Of its model's seconds: loading, and what failed."""
+    target = wrap(module("llama"), "target", "zoo", context=200)
+    engine = Engine(target, {}, fixed(Plan()), 1)
+    target.meter.seconds = 1000.0
+    seq = engine.submit(request([3, 1, 4], max_tokens=3))
+    engine.step()
+    assert 0 < seq.records[0].forward["target"] < 1000
 
 
 def test_who_cannot_begin_holds_up_nobody():

@@ -24,6 +24,19 @@ OURS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [1e4, 1e9])
+def test_among_tokens_that_are_wanted_by_all_means_the_likelier_stays_so(size):
+    """Beside a bias of a thousand million float32 would lose what the logits say."""
+    for seed in range(20):
+        logits = random_logits(1, seed, torch.float32)[0]
+        seq = sequence([7], temperature=1.0, logit_bias=((3, size), (9, size), (12, -size)))
+        found = at_root(logits, seq).double().exp()
+        torch.testing.assert_close(found[[3, 9]], logits[[3, 9]].double().softmax(0), atol=1e-6, rtol=1e-4)
+        assert found.sum() == pytest.approx(1.0) and found.count_nonzero() == 2
+        none = at_root(logits, sequence([7], temperature=1.0, logit_bias=tuple((t, -size) for t in range(VOCAB))))
+        torch.testing.assert_close(none, logits.log_softmax(0), atol=1e-4, rtol=1e-4)
+
+
 def named(settings: dict) -> str:
     return ",".join(f"{k}={v}" for k, v in settings.items())
 

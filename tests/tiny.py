@@ -87,18 +87,21 @@ class Ruled(ToyModel):
         return out
 
 
-def spelling(text: str, *, prompt: str = "x", depth: int = 4, rows: int = 2) -> Runtime:
+def spelling(
+    text: str, *, prompt: str = "x", depth: int = 4, rows: int = 2, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Runtime:  # fmt: skip
     """A runtime whose target writes `text` after `prompt`, then </s>, with a draft that knows it too."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tokenizer or tiny_tokenizer()
+    vocab = len(tokenizer)
     start, script = len(tokenizer(prompt)["input_ids"]), tokenizer(text)["input_ids"][1:]
 
     def rule(seen: list[int]) -> int:
         at = len(seen) - start
-        return script[at] if 0 <= at < len(script) else 1
+        return script[at] if 0 <= at < len(script) else tokenizer.eos_token_id
 
-    draft = ModelDrafter(Ruled(300, rule, rows=rows, name="draft"))
+    draft = ModelDrafter(Ruled(vocab, rule, rows=rows, name="draft"))
     plan = Plan((("model", depth, 1),))
-    return Runtime(Engine(Ruled(300, rule, rows=rows), {"model": draft}, fixed(plan), rows), tokenizer, {})
+    return Runtime(Engine(Ruled(vocab, rule, rows=rows), {"model": draft}, fixed(plan), rows), tokenizer, {})
 
 
 def tiny_folders(root: Path) -> dict[str, Path]:

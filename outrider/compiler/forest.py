@@ -7,6 +7,7 @@ from typing import Any
 
 from outrider.compiler.step import Done, Now, Parts, accept
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES, POINT, QUEUED, Draft, Places, Sequence, stage
 
 VEILED = -1  # no token
@@ -151,7 +152,7 @@ def extended(
     """One call of a drafter. `ask`: the controller, while it drafts; `target`: who scores what it proposes before the host knows its tokens."""
     drafter: Any = parts.drafters[name]
     seqs, bit, settings, noise = now.seqs, parts.bits[name], now.settings, now.noise
-    made: Draft
+    made: Any
     if ask:
         _tell(parts, name, drafter)
     if target is not None:
@@ -162,7 +163,22 @@ def extended(
         made = drafter.extend(seqs, draft, frontier, width, bit, settings, noise, levels=levels, on=parts.controller.on)
     else:
         made = drafter.extend(seqs, draft, frontier, width, bit, settings, noise, levels=levels)
-    return made
+    if name in parts.foreign:
+        _look_at(made, draft, name, len(frontier) * width * levels, parts.target.spec.vocab_size)
+    grown: Draft = made
+    return grown
+
+
+def _look_at(made: Any, draft: Draft, name: str, most: int, vocab: int) -> None:
+    """Refuse by its name what a drafter gave that no step could go on with."""
+    if not isinstance(made, Draft) or len(made.token) < len(draft.token):
+        raise OutriderError(f"drafter '{name}' gave {made!r:.80}", "it is no continuation of the draft", "the draft as it was, where it has no guess")
+    guessed: list[Any] = made.token[len(draft.token) :]
+    if len(guessed) > most:
+        raise OutriderError(f"drafter '{name}' guessed {len(guessed)} tokens", f"it was asked for {most} at most", "`width` below a place, `levels` down")
+    for token in guessed:
+        if not isinstance(token, int) or not 0 <= token < vocab:
+            raise OutriderError(f"drafter '{name}' guessed token {token!r}", f"the target's ids are 0..{vocab - 1}", "ids of the target's tokenizer")
 
 
 def _tell(parts: Parts, name: str, drafter: Any) -> None:

@@ -49,6 +49,7 @@ class Parts:
     told: frozenset[str] = frozenset()  # drafters that are told how far they will probably go
     behind: frozenset[str] = frozenset()  # those behind whose guesses the target's verdict may be asked for
     tells: bool = False  # does the controller say with what of a text they begin?
+    foreign: frozenset[str] = frozenset()  # drafters that are none of the house's: what they give is looked at
     blind: bool = False  # does it know of verdicts that are asked for so?
 
     def __post_init__(self) -> None:
@@ -56,6 +57,7 @@ class Parts:
         self.told = frozenset([name for name in some if hasattr(self.drafters[name], "likely")])
         some = self.drafters if hasattr(self.target, "queue") else ()
         self.behind = frozenset([name for name in some if getattr(self.drafters[name], "queues", False)])
+        self.foreign = frozenset([name for name, part in self.drafters.items() if not type(part).__module__.startswith("outrider.")])
         self.tells, self.blind = hasattr(self.controller, "tail"), hasattr(self.controller, "blind")
 
 

@@ -21,6 +21,7 @@ from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Seq
 HOST = ("cpu",)  # devices whose logits lie in this memory
 FEW = 6  # places whose logits are brought over from another: that is one wait, the vectorised rules wait at every question
 READ = torch.bfloat16, torch.float32, torch.float64  # what machine code reads as it lies
+SWALLOWING = 1e3  # of a bias: beside it float32 would lose what a token's own logit says
 BARS = (-8.0, -inf)  # how far behind the largest logit those lie that are sorted, if the ones before are not enough
 
 
@@ -121,7 +122,8 @@ def _bias(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
     for i, row in enumerate(rows.tolist()):
         for token, value in settings.params[row].logit_bias:
             bias[i, token] += value
-    return bias
+    largest = bias.amax(-1, keepdim=True)
+    return torch.where(largest.abs() > SWALLOWING, bias - largest, bias)
 
 
 def _penalise(x: Tensor, places: Places, rows: Ints, draft: Draft, settings: Settings) -> Tensor:

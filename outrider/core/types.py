@@ -112,7 +112,7 @@ class Sequence:
     steps: int = 0
     read: float = 0.0  # seconds that the target took to read its prompt, and those of the batch that it read beside it
     finish_reason: str | None = None
-    failure: Exception | None = None  # why it could not begin
+    failure: Exception | None = None  # why it could not begin, or go on
     limit: int = 0  # tokens at which it ends at the latest, by its request
     most: int = MAX_NODES  # nodes of a draft that it asked for at most, likewise
 

@@ -138,7 +138,8 @@ def _group(spec: str | Drafter) -> list[str | Drafter]:
 
 def _spare_the_collector() -> None:
     """What imported libraries and loaded models hold is never garbage, and a full collection that looks at it all (a quarter of a second
-    for the libraries, some 40 ms for what the next loads leave behind) would stall some step: it is set apart at every load."""
+    for the libraries, some 40 ms for what the next loads leave behind) would stall some step: it is set apart at every load, less what has become garbage since the last."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -44,6 +44,11 @@ class Batcher:
         groups = [[s for s in running if (s.request.rule == rule if s.request.sampling.temperature > 0 else rule == rules[0])] for rule in rules]
         return [group for group in groups if group]
 
+    @property
+    def lonely(self) -> bool:
+        """Is there no more than one request?"""
+        return len(self.running) + len(self.waiting) <= 1
+
     def drop(self, seq: Sequence) -> bool:
         """Take a sequence out; True if it was running."""
         if seq in self.waiting:

@@ -17,6 +17,8 @@ from outrider.runtime.engine import Engine
 from outrider.runtime.profiler import Keeper
 from outrider.runtime.turns import Turns
 
+BEFORE = 8  # of the prompt's last tokens, behind which what follows is decoded
+HALF = "\ufffd"  # what stands for a character that is not whole
 Message = Mapping[str, str]
 Speculation = str | list[str] | dict[str, Any] | None
 
@@ -71,12 +73,12 @@ class Runtime:
         and `speculation`: "auto", "off", a list of drafter names, or a table {"drafters": ..., "most": tokens drafted a step,
         "least": ..., "floor": probability}; these limits also go by the names of core.config.LIMITS, as keywords too."""
         if not isinstance(prompt, list):
-            return self._run([self._encode(prompt)], params, knobs)[0]
-        return self._run([self._encode(p) for p in prompt], params, knobs)
+            return self.write([self._encode(prompt)], params, knobs)[0]
+        return self.write([self._encode(p) for p in prompt], params, knobs)
 
     def chat(self, messages: list[Message], params: SamplingParams | None = None, **knobs: Any) -> Generation:
         """The assistant's next message. What earlier turns share with this one is not computed again."""
-        return self._run([self._encode_chat(messages)], params, knobs)[0]
+        return self.write([self._encode_chat(messages)], params, knobs)[0]
 
     def stream(self, prompt: str | list[Message], params: SamplingParams | None = None, **knobs: Any) -> Iterator[Chunk]:
         """Chunks of text as they are decided; a list of messages is a chat. Leaving the loop cancels the request."""
@@ -87,7 +89,7 @@ class Runtime:
         with self.turns:
             self._forget()
             seq = self.engine.submit(request)
-        told, sent, running = 0, "", RunningText(self._text)
+        told, sent, running = 0, "", RunningText(self._text, request.prompt[-BEFORE:])
         try:
             while True:
                 with self.turns:
@@ -104,7 +106,8 @@ class Runtime:
         finally:
             self._leave([seq])
 
-    def _run(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
+    def write(self, prompts: list[list[int]], params: SamplingParams | None, knobs: dict[str, Any]) -> list[Generation]:
+        """What `generate` gives, for prompts that are token ids."""
         requests = [self.request(p, params, **knobs) for p in prompts]  # all are checked before the first is queued
         with self.turns:
             self._forget()
@@ -180,6 +183,7 @@ class Runtime:
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise OutriderError(f"{message!r} is no message", "", "{'role': 'user', 'content': ...}")
+            _must_be_text(message["role"], "a role")
             _must_be_text(message.get("content"), f"the content of the {message['role']}'s message")
         from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -207,6 +211,8 @@ class Runtime:
             )  # fmt: skip
         s = replace(s, max_tokens=min(s.max_tokens, room), min_tokens=min(s.min_tokens, room))
         ends = set(s.stop_token_ids) | (set() if s.ignore_eos else self._eos())
+        if s.min_tokens and ends.issuperset(range(self.engine.target.spec.vocab_size)):
+            raise OutriderError(f"min_tokens={s.min_tokens} cannot be kept", "every token would end the text", "min_tokens=0, or fewer stop_token_ids")
         rule = s.rule or self.rule or ("exact" if s.seed is None and not self.engine.strict else "coupled")
         if self.engine.strict and s.temperature > 0 and rule == "exact":
             raise OutriderError("rule='exact' cannot be strict", "its noise is fresh in every step, so its text hangs on the steps", "rule='coupled'")
@@ -214,7 +220,7 @@ class Runtime:
             id=f"request-{next(self._numbers)}", prompt=tuple(prompt), sampling=s, drafters=drafters, limits=most, ends=frozenset(ends),
             seed=s.seed if s.seed is not None else int.from_bytes(os.urandom(7), "big"),
             rule=rule,
-            cut=self._cutter(s.stop) if s.stop else None,
+            cut=self._cutter(s.stop, prompt[-BEFORE:]) if s.stop else None,
         )  # fmt: skip
 
     def _speculation(self, wish: Speculation, knobs: dict[str, Any]) -> tuple[frozenset[str] | None, Limits]:
@@ -244,7 +250,7 @@ class Runtime:
         ids = configured if isinstance(configured, list) else [configured, self.tokenizer.eos_token_id]
         return {i for i in ids if i is not None}
 
-    def _cutter(self, stops: tuple[str, ...]) -> Any:
+    def _cutter(self, stops: tuple[str, ...], prompt: Iterable[int] = ()) -> Any:
         """How many new tokens stay so that the text ends with the token that completes a stop string."""
         for stop in stops:
             _must_be_text(stop, "a stop string")
@@ -256,21 +262,29 @@ class Runtime:
             while len(before) < reach and len(old) < len(generated):  # special tokens write nothing
                 old = generated[-2 * len(old) :]
                 before = self._text(old)
-            if _ended(self._text([*old, *new]), before, stops) is None:
+            first = prompt if len(old) == len(generated) else ()
+            before = self._text(old, first)
+            if _ended(self._text([*old, *new], first), before, stops) is None:
                 return None
-            return next(n for n in range(1, len(new) + 1) if _ended(self._text([*old, *new[:n]]), before, stops) is not None)
+            return next(n for n in range(1, len(new) + 1) if _ended(self._text([*old, *new[:n]], first), before, stops) is not None)
 
         return cut
 
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+    def _text(self, tokens: list[int], before: Iterable[int] = ()) -> str:
+        """What tokens write behind others: some tokenizers drop the space that a text would begin with."""
+        first = list(before)
+        text: str = self.tokenizer.decode([*first, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not first:
+            return text
+        known = self._text(first).rstrip(HALF)
+        return text[len(known) :] if text.startswith(known) else self._text(tokens)
 
     def _decode(self, seq: Sequence) -> str:
         """The generated text, ending before a stop string that ended it."""
-        text = self._text(seq.generated)
+        before = seq.request.prompt[-BEFORE:]
+        text = self._text(seq.generated, before)
         if seq.finish_reason == "stop":
-            text = text[: _ended(text, self._text(seq.generated[:-1]), seq.request.sampling.stop)]
+            text = text[: _ended(text, self._text(seq.generated[:-1], before), seq.request.sampling.stop)]
         return text
 
     def _result(self, seq: Sequence) -> Generation:
@@ -294,27 +308,27 @@ class RunningText:
     """The text of tokens that arrive in pieces, without decoding all of them again each time.
 
     Only what came since the last piece that ended in a whole character is decoded, behind the piece before it (some
-    tokenizers write a token differently at the start of a text).
+    tokenizers write a token differently at the start of a text); the first, behind `before`.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode, self.text, self.start, self.settled = decode, "", 0, 0
-        self.tokens: list[int] = []
+    def __init__(self, decode: Callable[[list[int]], str], before: Iterable[int] = ()) -> None:
+        self.tokens = list(before)
+        self.decode, self.text, self.start, self.settled = decode, "", 0, len(self.tokens)
 
     def add(self, new: list[int]) -> str:
         """The whole text so far; a half character at its end is left out."""
         self.tokens += new
         known, longer = self.decode(self.tokens[self.start : self.settled]), self.decode(self.tokens[self.start :])
-        if longer.endswith("\ufffd"):
+        if longer.endswith(HALF):
             return self.text
-        self.text += longer[len(known) :]
+        self.text += longer[len(known.rstrip(HALF)) :]
         self.start, self.settled = self.settled, len(self.tokens)
         return self.text
 
 
 def _ended(text: str, before: str, stops: tuple[str, ...]) -> int | None:
     """Where the first stop string begins that ends after `before`, of which `text` is a continuation; None without one."""
-    settled = len(before.rstrip("\ufffd"))
+    settled = len(before.rstrip(HALF))
     at = [i for stop in stops if (i := text.find(stop, max(0, settled - len(stop) + 1))) >= 0]
     return min(at, default=None)
 

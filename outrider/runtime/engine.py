@@ -4,6 +4,7 @@ A step reads aloud: choose a plan, find its step, prefill, run it (propose, prun
 Everything before commit writes scratch only, so a step that fails or is interrupted loses nothing.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ from outrider.compiler.forest import allowed
 from outrider.compiler.jit import Jit, Stages
 from outrider.compiler.step import Clock, Done, Facts, Now, Parts
 from outrider.core import tree
+from outrider.core.errors import OutriderError
 from outrider.core.noise import RowNoise
 from outrider.core.sampling import Settings, top_logprobs
 from outrider.core.sockets import Controller, Drafter, Model
@@ -24,6 +26,7 @@ from outrider.runtime.ending import cut
 from outrider.runtime.native import host
 
 RING = 1024  # records of the last steps that are at hand: what lives long is looked at by every full collection of Python's
+log = logging.getLogger("outrider")
 SILENCE = RowNoise((), (), ())  # greedy rows ask for no noise
 
 
@@ -74,25 +77,39 @@ class Engine:
         self.batcher.drop(seq)
 
     def step(self) -> list[Sequence]:
-        """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done."""
+        """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done. Where a step of several fails, each
+        goes on by itself, and who fails alone ends as `failed`, with its `failure`; of the only request there is, that is raised, and it may go on."""
         self.batcher.admit(self._open)
         moved: list[Sequence] = []
         try:
             for group in self.batcher.groups():
-                try:
-                    self._step(group)
-                except BaseException:
-                    for model in self.models:
-                        model.drop(group)
-                    raise
+                self._tried(group)
                 moved += group
         finally:
             if ended := [s for s in self.batcher.running if s.finish_reason]:
                 _all([partial(self.cancel, seq) for seq in ended])
         return moved
 
+    def _tried(self, group: list[Sequence]) -> None:
+        """A step of these, or of each, if it fails."""
+        try:
+            self._step(group)
+            return
+        except BaseException as why:
+            for model in self.models:
+                model.drop(group)
+            if not isinstance(why, Exception) or self.batcher.lonely:
+                raise
+            if len(group) == 1:
+                group[0].finish_reason, group[0].failure = group[0].finish_reason or "failed", why
+                return
+            log.warning("a step of %d requests failed (%s), and each goes on by itself", len(group), why)
+        for seq in group:
+            if seq.finish_reason is None:
+                self._tried([seq])
+
     def advance(self, seqs: list[Sequence]) -> None:
-        """A step of all that run, unless these have ended already. Raises why one of these could not begin."""
+        """A step of all that run, unless these have ended already. Raises why one of these could not begin, or go on."""
         if any(s.finish_reason is None for s in seqs):
             self.step()
         for seq in seqs:
@@ -121,10 +138,13 @@ class Engine:
         if self.settings is not None and seq in self.settings.seqs:  # nothing of a text that is over is kept
             self.settings = None
         _all([partial(part.end, seq) for part in self.drafters.values()] + [partial(self.target.close, seq), partial(self.controller.end, seq)])
-        assert not seq.slots, f"{list(seq.slots)} left behind"
+        if left := list(seq.slots):
+            raise OutriderError(f"'{left[0]}' left what it kept in the slots of {seq.request.id}", "the text has ended", "end(seq) that takes it out")
 
     def _step(self, seqs: list[Sequence]) -> None:
         clock = Clock(self.now)
+        for meter in self.meters.values():
+            meter.take()  # what was measured between steps, or loading, is none of this one's
         settings = self._settings(seqs)
         plan, reason = (OFF, "off:request") if self.off else self.controller.choose(seqs)
         if self.picky and plan.drafters:
@@ -146,9 +166,11 @@ class Engine:
         emitted = self._write(seqs, done.draft, outcome, done.scores)
         for r, seq in enumerate(seqs):
             seq.finish_reason = reasons[r]
-        self._commit(seqs, done.full, outcome if done.draft is done.full else outcome.renamed(done.kept))
-        clock.mark("commit")
-        self._record(seqs, plan, done, outcome, emitted, clock, step.tier)
+        try:
+            self._commit(seqs, done.full, outcome if done.draft is done.full else outcome.renamed(done.kept))
+        finally:  # what was written was written in this step, whatever follows
+            clock.mark("commit")
+            self._record(seqs, plan, done, outcome, emitted, clock, step.tier)
 
     def _parts(self) -> Parts:
         """Made anew with other drafters, or another controller."""

@@ -46,9 +46,7 @@ def compare(rt: Runtime, prompt: str | list[Message], params: SamplingParams | N
 
 def _gap(rt: Runtime, plain: Generation, at: int, a: int, b: int) -> float | None:
     """Difference of the raw logits of two tokens after the first `at` generated ones."""
-    request = rt.request([*plain.prompt_tokens, *plain.tokens[:at]], max_tokens=1, logprobs=100, speculation="off", ignore_eos=True)
-    seq = rt.engine.submit(request)
-    while seq.finish_reason is None:
-        rt.engine.advance([seq])
-    found = seq.logprobs[0]
+    asked: dict[str, Any] = {"max_tokens": 1, "logprobs": 100, "speculation": "off", "ignore_eos": True}
+    (written,) = rt.write([[*plain.prompt_tokens, *plain.tokens[:at]]], None, asked)
+    found = (written.logprobs or [{}])[0]
     return found[a] - found[b] if a in found and b in found else None
