@@ -306,7 +306,10 @@ def test_a_prompt_that_is_no_text(rt, prompt):
     refused(lambda: rt.stream(prompt) if isinstance(prompt, str) else rt._encode(prompt), "prompt", "text")
 
 
-@pytest.mark.parametrize("messages", [[{"content": "hi"}], [{"role": 3, "content": "hi"}], [{"role": "caf\udce9", "content": "hi"}], [{"role": "user", "content": None}], ["hi"]])
+@pytest.mark.parametrize(
+    "messages",
+    [[{"content": "hi"}], [{"role": 3, "content": "hi"}], [{"role": "caf\udce9", "content": "hi"}], [{"role": "user", "content": None}], ["hi"]],
+)
 def test_messages_that_are_none(rt, messages):
     with pytest.raises(OutriderError, match=r"message|a role is"):
         rt.chat(messages)

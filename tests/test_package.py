@@ -96,6 +96,28 @@ def test_weights_that_are_packed_alike_are_held_once(served, built):
     assert served.compiled.bytes == files - carried + sum(held.values())
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["alone", "beside another"])
+def test_what_a_package_was_given_is_let_go_when_it_is_gone(served, other):
+    """Its own weights and those that it was lent; what is held by others stays, and is read on."""
+    first = served.compiled.packages["any"]
+    known = package.weights_of(served.step)
+    several = [package.Package(first.file, known, True) for _ in range(1 + other)]
+    uses = {n: torch._C._storage_Use_Count(w.untyped_storage()._cdata) for n, w in known.items()}
+    inputs = served._inputs(served.rows.layout(opened(served.rows, [5]), Draft(1), [~0]).blocks[0])
+    want = [x.clone() for x in several[-1](*inputs)]
+    own = {n: w for n, w in several[0].weights.items() if n not in known}
+    assert own and any(n in known for n in several[0].weights)
+    before = {n: torch._C._storage_Use_Count(w.untyped_storage()._cdata) for n, w in own.items()}
+    del several[0]
+    assert all(torch._C._storage_Use_Count(w.untyped_storage()._cdata) < before[n] for n, w in own.items())
+    gone = [n for n, w in known.items() if torch._C._storage_Use_Count(w.untyped_storage()._cdata) < uses[n]]
+    assert {first.weights[n].data_ptr() for n in gone} == {known[n].data_ptr() for n in first.weights if n in known}
+    assert all(len(w.untyped_storage()) > 0 for w in known.values())
+    if other:
+        assert all(torch.equal(a, b) for a, b in zip(several[0](*inputs), want, strict=True))
+    assert all(torch.isfinite(x).all() for x in first(*inputs))
+
+
 def test_packages_carry_no_weights_that_the_model_has(served, built):
     """A model in 4 bits would lie in each of three: on the disk, and in memory while it is loaded."""
     for shape, eager in (("any", served.step), ("one", served.step), ("prefill", Prefill(served.step))):

@@ -1,6 +1,7 @@
 """What looks at drafters brought in the requests before says how soon the next one is looked at: of a pair that pays, and of one that does not."""
 
 from dataclasses import replace
+from random import Random
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,23 @@ def test_a_pair_of_which_some_texts_gain_goes_on_to_pay_for_many_that_do_not() -
     while writes(old, 0.0):
         gone += 1
     assert 0.9 < (1 - LATE) ** gone * began / PAYS < 1.1
+
+
+def test_chance_is_not_taken_for_a_gain_and_a_kind_of_texts_that_gains_is() -> None:
+    """Where nothing is gained some requests seem to, by as much as clocks are off; where one of six gains, that is enough."""
+
+    def paid(gains: list[float]) -> float:
+        past, found = Past({"requests": [MOST, 0.1]}), []
+        for gained in gains:
+            row = past.row()
+            row.looked, row.brought, row.read = 3, 40 * gained, {"lookup": 9}
+            past.ended(row, 40)
+            found.append(past.pays)
+        return mean(found[80:])
+
+    chance = Random(0)
+    assert paid([chance.gauss(-0.01, 0.05) for _ in range(2000)]) < 0.1
+    assert paid([chance.gauss(0.3 if i % 6 == 0 else -0.01, 0.05) for i in range(2000)]) == 1
 
 
 def test_of_a_pair_that_does_not_pay_a_rest_goes_on_in_the_next_text_and_nothing_is_forgotten() -> None:

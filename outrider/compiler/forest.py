@@ -175,7 +175,9 @@ def _look_at(made: Any, draft: Draft, name: str, most: int, vocab: int) -> None:
         raise OutriderError(f"drafter '{name}' gave {made!r:.80}", "it is no continuation of the draft", "the draft as it was, where it has no guess")
     guessed: list[Any] = made.token[len(draft.token) :]
     if len(guessed) > most:
-        raise OutriderError(f"drafter '{name}' guessed {len(guessed)} tokens", f"it was asked for {most} at most", "`width` below a place, `levels` down")
+        raise OutriderError(
+            f"drafter '{name}' guessed {len(guessed)} tokens", f"it was asked for {most} at most", "`width` below a place, `levels` down"
+        )
     for token in guessed:
         if not isinstance(token, int) or not 0 <= token < vocab:
             raise OutriderError(f"drafter '{name}' guessed token {token!r}", f"the target's ids are 0..{vocab - 1}", "ids of the target's tokenizer")

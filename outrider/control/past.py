@@ -11,7 +11,7 @@ from outrider.control.rows import LOST, Row, pause
 
 PAYS = 0.02  # plain steps a token that requests must gain by looks, so that those of a pair are worth making in each
 HOPED = 0.25  # that they are thought to gain before any was seen: of texts of many kinds the first ones say little of the next
-SOON, LATE = 0.5, 1 / 16  # weight of a request that gained more than those before, and of one that gained less
+SOON, LATE = 1 / 8, 1 / 16  # weight of a request that gained more than those before, and of one that gained less
 FRESH = 0.2  # weight of one request in what looks are worth, while they pay
 MOST = 64  # looks and requests that count, where several processes have learned
 

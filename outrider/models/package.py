@@ -10,6 +10,7 @@ import io
 import json
 import os
 import time
+import weakref
 import zipfile
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
@@ -51,7 +52,9 @@ class Package:
         found = {n: known[n] for n in asked if n not in carried} | {n: _same(w, known.get(n)) for n, w in carried.items()}
         self.weights = found | pages.together({n: w for n, w in found.items() if w is not known.get(n)})
         if self.weights:  # else they are part of its code
-            self.loader.load_constants(self.weights, False, True, True)
+            lent = {n: _lent(w) for n, w in self.weights.items()}
+            self.loader.load_constants(lent, False, True, True)
+            weakref.finalize(self.loader, _let_go, list(lent.values())).atexit = False
         own = sum([w.nbytes for n, w in self.weights.items() if w is not known.get(n)])
         self.bytes = about.st_size - sum([w.nbytes for w in carried.values()]) + own
         self.shares = bool(self.weights) and own == 0
@@ -104,6 +107,20 @@ class Package:
 
     def _beside(self) -> Path:
         return self.file.with_suffix(".json")
+
+
+def _lent(weight: Tensor) -> Tensor:
+    """The same memory, as another tensor."""
+    with torch.inference_mode():
+        return weight.new_empty(0).set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+
+
+def _let_go(lent: list[Tensor]) -> None:
+    """A package never lets go of tensors that it was given (torch 2.13: `MaybeOwningAtenTensorHandle` makes a handle of each, and frees none of them), so
+    their memory is taken from them when nobody can run it any more."""
+    with torch.inference_mode():
+        for tensor in lent:
+            tensor.set_()  # type: ignore[call-overload]
 
 
 def another() -> Callable[[], object]:

@@ -212,7 +212,9 @@ class Runtime:
         s = replace(s, max_tokens=min(s.max_tokens, room), min_tokens=min(s.min_tokens, room))
         ends = set(s.stop_token_ids) | (set() if s.ignore_eos else self._eos())
         if s.min_tokens and ends.issuperset(range(self.engine.target.spec.vocab_size)):
-            raise OutriderError(f"min_tokens={s.min_tokens} cannot be kept", "every token would end the text", "min_tokens=0, or fewer stop_token_ids")
+            raise OutriderError(
+                f"min_tokens={s.min_tokens} cannot be kept", "every token would end the text", "min_tokens=0, or fewer stop_token_ids"
+            )
         rule = s.rule or self.rule or ("exact" if s.seed is None and not self.engine.strict else "coupled")
         if self.engine.strict and s.temperature > 0 and rule == "exact":
             raise OutriderError("rule='exact' cannot be strict", "its noise is fresh in every step, so its text hangs on the steps", "rule='coupled'")
