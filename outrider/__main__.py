@@ -7,7 +7,7 @@ def main() -> None:
     try:
         from outrider.cli import main as run
     except KeyboardInterrupt:
-        print("\noutrider: interrupted; nothing was lost", file=sys.stderr)
+        print("\noutrider: interrupted", file=sys.stderr)
         sys.exit(130)
     run()
 

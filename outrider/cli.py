@@ -350,7 +350,7 @@ def main() -> None:
         usage.show()
         code = 2
     if code == 130:
-        print("\noutrider: interrupted; nothing was lost", file=sys.stderr)
+        print("\noutrider: interrupted", file=sys.stderr)
     sys.exit(code)
 
 

@@ -53,6 +53,13 @@ def writable(file: Path | None) -> Path | None:
     return file
 
 
+def stem(name: str) -> str:
+    """Refuse a name that results could not have, before anything is loaded."""
+    if Path(name).name != name or name[:1] in ("", "."):
+        raise OutriderError(f"--name {name!r} is no name of a file", "", "--name speed, and --out for the folder")
+    return name
+
+
 Target = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of the target; default: the embedded reference pair.")]
 Draft = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model.")]
 Drafters = Annotated[str | None, typer.Option(help='Comma-separated drafters, e.g. "lookup,model:PATH"; "off" for plain decoding.')]

@@ -192,24 +192,52 @@ def test_others_that_compute_are_gone_when_it_is_over():
 
 
 def test_the_commit_of_a_result_is_that_of_its_code(tmp_path, monkeypatch):
-    """Edits are told, but for docs, where results are written one after the other; and without a checkout, or git, there is none."""
+    """Edits are told, but for docs, where results are written one after the other, and files that are not in it; without a checkout, or git, there is
+    none, and one that the package lies in by chance is none."""
     git = lambda *asked: subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *asked], cwd=tmp_path, check=True, capture_output=True)  # noqa: E731
-    assert report.commit(tmp_path) is None
     (tmp_path / "docs").mkdir()
+    (tmp_path / "package" / "bench").mkdir(parents=True)
+    (file := tmp_path / "package" / "bench" / "report.py").write_text("1")
+    assert report.commit(file) is None
     (tmp_path / "code.py").write_text("1")
     (tmp_path / "docs" / "table.md").write_text("1")
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "one")
-    name = report.commit(tmp_path / "docs")
+    name = report.commit(file)
     assert name and "dirty" not in name
     (tmp_path / "docs" / "table.md").write_text("2")
-    assert report.commit(tmp_path) == name
+    (tmp_path / "notes.txt").write_text("2")
+    assert report.commit(file) == name
+    (tmp_path / "package" / "new.py").write_text("2")
+    assert report.commit(file) == f"{name}-dirty"
+    (tmp_path / "package" / "new.py").unlink()
     (tmp_path / "code.py").write_text("2")
-    assert report.commit(tmp_path / "docs") == f"{name}-dirty"
+    assert report.commit(file) == f"{name}-dirty"
+    (other := tmp_path / "site" / "outrider" / "bench" / "report.py").parent.mkdir(parents=True)
+    other.write_text("1")
+    (tmp_path / ".gitignore").write_text("site")
+    assert report.commit(other) is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert report.commit(tmp_path) is None
+    assert report.commit(file) is None
     assert report.provenance()["commit"] == report.RUN, "what ran is what was there when it began"
+
+
+def test_results_are_whole_or_as_they_were(tmp_path, monkeypatch):
+    report.save_as(tmp_path, "some", "{}", "a table")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"some.json": "{}\n", "some.md": "a table\n"}
+    monkeypatch.setattr(
+        report.Path, "write_text", lambda self, *how: (self.touch(), (_ for _ in ()).throw(OSError(28, "No space left on device")))[1]
+    )
+    with pytest.raises(OSError, match="No space"):
+        report.save_as(tmp_path, "some", "{1}", "another")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"some.json": "{}\n", "some.md": "a table\n"}
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, math.nan])
+def test_a_rate_of_acceptance_is_one(alpha):
+    with pytest.raises(OutriderError, match=f"alpha={alpha} is no rate"):
+        synthetic.steps("tiny", alpha=alpha)
 
 
 def test_a_text_that_ends_in_its_first_step_is_a_row_like_others(folders, monkeypatch):

@@ -290,6 +290,42 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(out
     assert in_the_way.read_text() == "kept"
 
 
+def test_what_was_measured_is_said_before_it_is_written_down(outrider, tmp_path, monkeypatch):
+    """And a disk that is full takes nothing of it."""
+    monkeypatch.setattr("outrider.bench.verdict.verdicts", lambda *how: {"some": 1})
+    monkeypatch.setattr("outrider.bench.verdict.markdown", lambda result: "the table")
+
+    def full(*how):
+        raise OSError(28, "No space left on device", "verdict.json")
+
+    monkeypatch.setattr("outrider.bench.verdict.save_as", full)
+    code, out, err = outrider("bench", "verdict", "--out", tmp_path)
+    assert (code, out) == (2, "the table\n") and "verdict.json: No space left on device" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--name", "sub/speed"), "--name 'sub/speed' is no name of a file"), (("--name", ".."), "is no name of a file"),
+        (("--max-tokens", "0"), "--max-tokens"), (("--threads", "0"), "threads=0 is not a whole number from 1"),
+    ],
+)  # fmt: skip
+def test_a_bench_that_cannot_be_is_refused_before_anything_is_loaded(outrider, tmp_path, monkeypatch, words, says):
+    monkeypatch.setattr("outrider.models.load.load_model", None)
+    code, out, err = outrider("bench", "speed", "--out", tmp_path, *words)
+    assert code == 2 and says in err and not out and "Traceback" not in err, err
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("", "corpus"), ("[corpus.a]\nweight = 1.0", "target"), ("[corpus.a]\n[target]", "shared"), ("corpus = 1", "corpus")]
+)
+def test_a_recipe_without_its_tables_is_refused(outrider, tmp_path, text, name):
+    (recipe := tmp_path / "r.toml").write_text(text)
+    for stage in (("pretrain", "--data", tmp_path), ("collect",)):
+        code, _, err = outrider("train", stage[0], "--recipe", recipe, *stage[1:])
+        assert code == 2 and f"r.toml has no table [{name}]" in err and "Traceback" not in err, err
+
+
 def test_contexts_that_are_no_numbers_are_refused(outrider, tmp_path):
     for contexts in ("²", "128,²", "0", "128,", "9" * 5000):
         code, _, err = outrider("bench", "synthetic", "--contexts", contexts, "--out", tmp_path)

@@ -1,4 +1,4 @@
-"""`outrider bench ...`. Every command imports what it needs when it runs."""
+"""`outrider bench ...`. Every command imports what it needs when it runs, and says what it found before it writes it down."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,18 +17,21 @@ from outrider.options import (
     Quantise,
     Target,
     Threads,
-    Tokens,
+    stem,
     writable,
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine, baselines beside it, in one run.")
+
+Tokens = Annotated[int, typer.Option(min=1, help="Most tokens to write.")]
+Name = Annotated[str, typer.Option(callback=stem, help="Name of the results.")]
 
 
 @bench.command()
 def speed(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")] = 5, max_tokens: Tokens = 256, depth: Depth = 4,
     target: Target = None, draft: Draft = None, device: Device = "auto", dtype: DType = "bfloat16", threads: Threads = None,
-    compile: Compile = "wait", name: Annotated[str, typer.Option(help="Name of the results.")] = "speed", out: Out = Path("docs/results"),
+    compile: Compile = "wait", name: Name = "speed", out: Out = Path("docs/results"),
     contenders: Annotated[str | None, typer.Option(help="Some of them, by comma; default all.")] = None,
     beside: Annotated[int, typer.Option(min=0, help="Other processes that compute meanwhile.")] = 0,
 ) -> None:  # fmt: skip
@@ -38,13 +41,13 @@ def speed(
     from outrider.bench import run as peers
     from outrider.bench.table import markdown
 
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({"threads": threads} if threads else {})}
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "compile": compile, **({} if threads is None else {"threads": threads})}
     some = tuple(name.strip() for name in contenders.split(",")) if contenders else None
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         how |= {"target": target, "draft": draft, "contenders": some, "beside": beside}
         result = peers.speed(count, max_tokens, depth, lambda at: status.update(f"writing {at}"), **how)
-    peers.save(result, out, name)
     print(markdown(result))
+    peers.save(result, out, name)
 
 
 @bench.command("strict")
@@ -59,8 +62,8 @@ def strict_(
 
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = strict.strict(count, max_tokens, depth, status.update, dtype=dtype, compile=compile)
-    strict.save(result, out)
     print(strict.markdown(result))
+    strict.save(result, out)
 
 
 @bench.command("widths")
@@ -75,8 +78,8 @@ def widths_(
 
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = widths.widths(rounds, status.update, target=target, draft=draft, device=device, dtype=dtype, compile=compile)
-    widths.save(result, out)
     print(widths.markdown(result))
+    widths.save(result, out)
 
 
 @bench.command()
@@ -88,8 +91,8 @@ def start(out: Out = Path("docs/results")) -> None:
 
     with Console(stderr=True).status("starting") as status:
         result = fresh.start(progress=status.update)
-    fresh.save(result, out)
     print(fresh.markdown(result))
+    fresh.save(result, out)
 
 
 @bench.command()
@@ -110,8 +113,8 @@ def synthetic(
         result = made_up.steps(
             shape, contexts=used, dtype=dtype, alpha=alpha, compile=compile, device=device, quantise=quantise, progress=status.update
         )
-    made_up.save(result, out)
     print(made_up.table(result))
+    made_up.save(result, out)
 
 
 @bench.command("widen")
@@ -143,8 +146,8 @@ def verdict(
     if rule not in RULES:
         raise nearest(rule, RULES, "rule")
     result = timed.verdicts(rule, rounds)
-    timed.save(result, out)
     print(timed.markdown(result))
+    timed.save(result, out)
 
 
 Count = Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each category.")]
@@ -155,7 +158,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender wri
 def schedule_(
     count: Count = 5, max_tokens: Tokens = 256, rounds: Rounds = 3, target: Target = None,
     draft: Annotated[str | None, typer.Option(help="A draft model, or quantised:int8 or quantised:int4: the target's own copy.")] = None,
-    device: Device = "auto", dtype: DType = "bfloat16", compile: Compile = "wait", quantise: Quantise = None, name: Annotated[str, typer.Option(help="Name of the results.")] = "schedule",
+    device: Device = "auto", dtype: DType = "bfloat16", compile: Compile = "wait", quantise: Quantise = None, name: Name = "schedule",
     trace: Annotated[Path | None, typer.Option(callback=writable, help="Also keep the recorded trace there.")] = None, out: Out = Path("docs/results"),
 ) -> None:  # fmt: skip
     """The adaptive scheduler against every fixed plan, live and replayed, with others' rules and two oracles."""
@@ -167,8 +170,8 @@ def schedule_(
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = schedule.schedule(count, max_tokens, rounds, status.update, target=target, draft=draft, trace=trace, **how)
     text = schedule.markdown(result)
-    schedule.save(result, out, name, text)
     print(text)
+    schedule.save(result, out, name, text)
 
 
 @bench.command("guarantee")
@@ -180,8 +183,8 @@ def guarantee_(count: Count = 1, max_tokens: Tokens = 256, rounds: Rounds = 7, o
 
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = promised.guarantee(count, max_tokens, rounds, status.update)
-    promised.save(result, out)
     print(promised.markdown(result))
+    promised.save(result, out)
 
 
 @bench.command()
@@ -196,8 +199,8 @@ def passes(
 
     with Console(stderr=True).status("loading (compiling takes a minute or two, once)") as status:
         result = ablation.ablation(count, max_tokens, rounds, long, status.update, compile=compile)
-    ablation.save(result, out)
     print(ablation.markdown(result))
+    ablation.save(result, out)
 
 
 @bench.command()

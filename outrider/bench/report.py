@@ -11,24 +11,29 @@ import torch
 import transformers
 
 import outrider
+from outrider.core.cache import draft_name
 from outrider.measure.machine import processor
 from outrider.runtime.native import host
 
 
-def commit(folder: Path) -> str | None:
-    """That of a checkout, `-dirty` where anything but docs was edited since: one table is no edit for the next. None: there is no checkout, or no git."""
+def commit(file: Path) -> str | None:
+    """That of the checkout which a file of the package belongs to, `-dirty` where anything but docs was edited since, or a file of the package is not in
+    it: one table is no edit for the next. None: there is no checkout (it may be installed below another's), or no git."""
 
     def git(*asked: str) -> str:
-        return subprocess.run(["git", *asked], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(["git", *asked], cwd=file.parent, capture_output=True, text=True, check=False).stdout.strip()
 
     try:
-        name, edited = git("describe", "--always"), git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs")
+        if not git("ls-files", "--", file.name):
+            return None
+        edited = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs")
+        more = git("ls-files", "--others", "--exclude-standard", "--", "..")
+        return git("describe", "--always") + ("-dirty" if edited or more else "")
     except FileNotFoundError:
         return None
-    return name + ("-dirty" if edited else "") if name else None
 
 
-RUN = commit(Path(__file__).parent)  # what runs is what was there when it was imported
+RUN = commit(Path(__file__))  # what runs is what was there when it was imported
 
 
 def provenance() -> dict[str, Any]:
@@ -43,7 +48,12 @@ def provenance() -> dict[str, Any]:
 
 
 def save_as(folder: Path, name: str, data: str, text: str) -> None:
-    """name.json and name.md below `folder`."""
+    """name.json and name.md below `folder`: whole, or as they were."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(data + "\n")
-    (folder / f"{name}.md").write_text(text + "\n")
+    for kind, content in (("json", data), ("md", text)):
+        draft = folder / f"{draft_name()}.{kind}"
+        try:
+            draft.write_text(content + "\n", "utf-8")
+            draft.replace(folder / f"{name}.{kind}")
+        finally:
+            draft.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.bench.report import provenance, save_as
 from outrider.bench.run import read_bytes
 from outrider.core.config import QUANTISED, nearest
+from outrider.core.errors import OutriderError
 from outrider.core.types import MAX_NODES
 from outrider.measure import cost, machine
 from outrider.models import load as models
@@ -79,6 +80,8 @@ def steps(
         raise nearest(dtype, models.BYTES, "dtype")
     if quantise not in (None, *QUANTISED):
         raise nearest(str(quantise), QUANTISED, "quantise")
+    if not 0 <= alpha <= 1:
+        raise OutriderError(f"alpha={alpha} is no rate of acceptance", "", "a number from 0 to 1")
     widths, where = tuple(sorted({1, *widths})), models.pick_device(device)
     models.refuse_bits({quantise}, where)
     progress(f"{LABEL}: building {shape}")

@@ -18,7 +18,12 @@ Work = Annotated[Path | None, typer.Option(help="Where streams, checkpoints and 
 
 
 def _training(recipe: Path, work: Path | None) -> tuple[dict[str, Any], Path]:
-    return toml(recipe), work or Path(".train") / recipe.stem
+    settings = toml(recipe)
+    target = settings.get("target")
+    for name in ("corpus", "target", *(["shared"] if isinstance(target, dict) and "path" not in target else [])):
+        if not isinstance(settings.get(name), dict):
+            raise OutriderError(f"{recipe} has no table [{name}]", "so it is no recipe", "recipes/reference-cpu.toml as a pattern")
+    return settings, work or Path(".train") / recipe.stem
 
 
 def _say(line: str) -> None:
