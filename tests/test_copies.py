@@ -273,7 +273,8 @@ def test_whoever_drafts_in_whatever_order_the_text_is_the_target_s(seed: int) ->
         if draw.random() < 0.01:
             engine.cancel(draw.choice([seq for seq in seqs if seq.finish_reason is None] or seqs))
     for seq, whole in zip(seqs, want, strict=True):
-        assert seq.generated == (whole[: seq.produced] if seq.finish_reason == "cancelled" else whole)
+        assert seq.generated == (whole[: seq.produced] if seq.finish_reason in ("cancelled", "failed") else whole)
+        assert (str(seq.failure) == "told to") == (seq.finish_reason == "failed")
     assert any("reusing" in str(op) for op in engine.jit.module("greedy").walk())
 
 

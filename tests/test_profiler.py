@@ -92,7 +92,7 @@ def test_a_sweep_runs_the_passes_that_texts_run(monkeypatch):
     """Where the target is compiled, early exits are not inlined: a sweep that did would time eager steps as compiled ones."""
     engine, tables = toys()
     engine.jit.front, real, ran = ("merge-tries",), Engine.step, set()
-    monkeypatch.setattr(Engine, "step", lambda self: ran.add(tuple(self.jit.front)) or real(self))
+    monkeypatch.setattr(Engine, "step", lambda self, **how: ran.add(tuple(self.jit.front)) or real(self, **how))
     sweep(engine, tables, context=100, patience=1e9, repeats=1)
     assert ran == {("merge-tries",)}
 

@@ -365,13 +365,16 @@ def test_compare_names_where_texts_part_and_by_how_much(loose, way):
 
 def speaking(plain: list[int], drafted: list[int], logprobs: dict[int, float]) -> SimpleNamespace:
     """A runtime that says these; its raw log-probabilities are `logprobs` everywhere."""
-    seq = SimpleNamespace(finish_reason="length", logprobs=[logprobs])
     asked: list[tuple] = []
 
     def generate(prompt: str, params: object = None, **knobs: object) -> SimpleNamespace:
         return SimpleNamespace(tokens=plain if knobs.get("speculation") == "off" else drafted, prompt_tokens=[0])
 
-    return SimpleNamespace(generate=generate, request=lambda *a, **k: asked.append((a, k)), engine=SimpleNamespace(submit=lambda _: seq), asked=asked)
+    def write(prompts: list[list[int]], params: object, knobs: dict[str, object]) -> list[SimpleNamespace]:
+        asked.append((prompts, knobs))
+        return [SimpleNamespace(logprobs=[logprobs])]
+
+    return SimpleNamespace(generate=generate, write=write, asked=asked)
 
 
 @pytest.mark.parametrize(

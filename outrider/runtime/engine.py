@@ -76,21 +76,22 @@ class Engine:
             raise
         self.batcher.drop(seq)
 
-    def step(self) -> list[Sequence]:
+    def step(self, *, together: bool = False) -> list[Sequence]:
         """Advance every running request by one step or more tokens. Returns those that moved; [] when all is done. Where a step of several fails, each
-        goes on by itself, and who fails alone ends as `failed`, with its `failure`; of the only request there is, that is raised, and it may go on."""
+        goes on by itself, and who fails alone ends as `failed`, with its `failure`; of the only request there is, and of those that go on `together` or
+        not at all, that is raised, and they may go on."""
         self.batcher.admit(self._open)
         moved: list[Sequence] = []
         try:
             for group in self.batcher.groups():
-                self._tried(group)
+                self._tried(group, together)
                 moved += group
         finally:
             if ended := [s for s in self.batcher.running if s.finish_reason]:
                 _all([partial(self.cancel, seq) for seq in ended])
         return moved
 
-    def _tried(self, group: list[Sequence]) -> None:
+    def _tried(self, group: list[Sequence], together: bool) -> None:
         """A step of these, or of each, if it fails."""
         try:
             self._step(group)
@@ -98,7 +99,7 @@ class Engine:
         except BaseException as why:
             for model in self.models:
                 model.drop(group)
-            if not isinstance(why, Exception) or self.batcher.lonely:
+            if not isinstance(why, Exception) or together or self.batcher.lonely:
                 raise
             if len(group) == 1:
                 group[0].finish_reason, group[0].failure = group[0].finish_reason or "failed", why
@@ -106,12 +107,12 @@ class Engine:
             log.warning("a step of %d requests failed (%s), and each goes on by itself", len(group), why)
         for seq in group:
             if seq.finish_reason is None:
-                self._tried([seq])
+                self._tried([seq], together)
 
-    def advance(self, seqs: list[Sequence]) -> None:
+    def advance(self, seqs: list[Sequence], *, together: bool = False) -> None:
         """A step of all that run, unless these have ended already. Raises why one of these could not begin, or go on."""
         if any(s.finish_reason is None for s in seqs):
-            self.step()
+            self.step(together=together)
         for seq in seqs:
             if seq.failure is not None:
                 raise seq.failure

@@ -174,7 +174,7 @@ def _sweep(
         try:
             for plan in _plans(models, others, BETWEEN if turn else 0):
                 engine.controller = Told(lambda _, plan=plan: (plan, "sweep"))  # type: ignore[misc]
-                engine.advance(seqs)
+                engine.advance(seqs, together=True)
                 found.add(seqs[0].records[-1], rows)
                 if any(s.finish_reason for s in seqs) or (turn != 1 and found.enough(end)):
                     break
