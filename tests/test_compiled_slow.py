@@ -16,6 +16,7 @@ import torch
 import zoo
 from contracts import check_scores, recompute, request, run
 from packages import DTYPE, VOCAB, model_of, recipe_of
+from torch._inductor import cpu_vec_isa
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.control.fixed import fixed
@@ -30,6 +31,14 @@ from outrider.runtime.engine import Engine
 
 even, folder, cache, started = packages.even, packages.folder, packages.cache, packages.started
 WAYS = "pairs", "tiles", "widened", "float32"
+
+
+@pytest.fixture(autouse=True)
+def found_anew():
+    """Inductor finds out once a process what there is to multiply with, which some of these tests change."""
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    yield
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def kernels_of(way: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
