@@ -12,7 +12,7 @@ from written import adaptive, costs, drive, linear, trace
 
 from outrider.bench.policies import policy
 from outrider.bench.recording import Trace
-from outrider.control.accounts import Held
+from outrider.control.accounts import CHILLED, Held
 from outrider.control.past import HOPED, LATE, MOST, PAYS, Past
 from outrider.control.rows import LOST, SHARE, WORST, Row, looked
 from outrider.core.types import StepRecord
@@ -126,7 +126,7 @@ def test_looks_brought_what_came_and_not_what_was_expected() -> None:
     assert gained > 30 and brought == [pytest.approx(gained, abs=3.0)], "what was expected is too much in the first steps"
 
 
-def charged(gain: float, *, thought: bool, reading: float = 0.0, longer: float = 0.3, dearer: float = 1.0) -> float:
+def charged(gain: float, *, thought: bool, reading: float = 0.0, longer: float = 0.3, dearer: float = 1.0, thinking: float = 0.0) -> float:
     """Plain steps that a look is held to have brought, among plain steps, that found nothing: its step took 0.1 to ask and `longer` because all was cold, and its
     drafter read for so long, which the target's reading has paid for."""
     of = trace(6, costs(linear(0.3), {"lookup": linear(0.0, 0.1)}), {"lookup": lambda t, d: 0.02}, length=60)
@@ -134,8 +134,8 @@ def charged(gain: float, *, thought: bool, reading: float = 0.0, longer: float =
     page, accounts, past = controller.page, controller.accounts, controller.tables.past
     past.requests, past.gain, page.plain = 9, gain, dearer * page.plain
     seq = SimpleNamespace(request=SimpleNamespace(id="z"), read=100.0)
-    took = page.owed + longer + (0.1 + reading) * thought
-    seconds = {"draft lookup": 0.1 + reading, "choose": 0.0} if thought else {"choose": 0.0}
+    took = page.owed + longer + (0.1 + reading) * thought + thinking
+    seconds = {"draft lookup": 0.1 + reading, "choose": thinking} if thought else {"choose": thinking}
     plain = next(r for r in records if not r.levels)
     record = replace(plain, requests=("z",), reading=replace(plain.reading, seconds=took), seconds=seconds, levels={"lookup": 1} if thought else {})
     row, step = Row(), SimpleNamespace(reads=reading > 0, spent=0.1, names=["lookup"])
@@ -158,6 +158,14 @@ def test_where_looks_do_not_pay_one_is_charged_with_all_that_it_took() -> None:
     assert charged(-0.01, thought=True, dearer=2.0) == pytest.approx(-0.4, abs=0.02), (
         "in steps such as go by in a rest, not such as stand between wider ones"
     )
+
+
+def test_what_thinking_leaves_cold_is_none_of_what_a_look_brought() -> None:
+    """Where looks pay, and a plain step's own clock says what plain decoding would have taken: that shows no cold. Elsewhere it is seen beside steps that
+    went by in a rest, and counted once."""
+    for thought, asking in ((True, 0.1), (False, 0.0)):
+        assert charged(0.5, thought=thought, thinking=0.2) == pytest.approx(-asking - 0.2 * (1 + CHILLED), abs=0.02)
+        assert charged(-0.01, thought=thought, thinking=0.2) == pytest.approx(-asking - 0.2 - 0.3, abs=0.02)
 
 
 def test_a_second_process_begins_with_what_the_first_one_lost() -> None:
