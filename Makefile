@@ -37,7 +37,7 @@ bench: $(VENV)/ready native
 	$(BIN)/outrider bench strict
 	$(BIN)/outrider bench start
 	$(BIN)/outrider bench verdict
-	$(BIN)/outrider bench schedule --rounds 2
+	$(BIN)/outrider bench schedule --rounds 3
 	$(BIN)/outrider bench guarantee
 
 # The reference target four times as wide (0.37 B parameters, 0.7 GB), the same text at the cost of a larger model (an hour or so).

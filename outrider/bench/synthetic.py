@@ -37,6 +37,7 @@ from outrider.models.quantised import quantised
 
 LABEL = "SYNTHETIC: random weights, assumed acceptance"
 ROUNDS = 5  # timed repeats of every width, widths taken in turn
+ALONE = 3.0  # seconds of steps that are not timed: a builder was busy a moment ago, beside which steps have fewer threads
 NOISE = 1 << 20  # random numbers drawn; weights repeat them
 
 
@@ -87,7 +88,9 @@ def steps(
     progress(f"{LABEL}: building {shape}")
     model = build(SHAPES[shape], max(contexts) + max(widths), dtype, where, compile, quantise)
     weights, rows = read_bytes(model.module), []
-    memory = machine.bandwidth(where)
+    memory, alone = machine.bandwidth(where), time.perf_counter() + ALONE * compile
+    while time.perf_counter() < alone:
+        _time(model, contexts[0], widths)
     for used in contexts:
         progress(f"{LABEL}: {used} tokens in the cache")
         seconds, tiers = _time(model, used, widths)
