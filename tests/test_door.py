@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 import outrider
 from outrider.core.errors import OutriderError
 from outrider.core.types import SamplingParams
+from outrider.runtime.door import RunningText
 
 PROMPTS = ["the quick fox", "def add(", "she sells", "sea", "a + b"]
 FIGURES = {
@@ -194,6 +195,39 @@ def test_a_prompt_that_ends_in_half_a_character_is_gone_on_with():
     half = [0, *runtime.tokenizer("x")["input_ids"][1:], script[0]]
     (out,) = runtime.write([half], None, {})
     assert out.tokens[:2] == script[1:3] and out.text == "🦊 ends"
+
+
+def test_a_text_holds_nothing_of_its_prompt_s_characters(tmp_path):
+    """Some tokenizers write what they do not know as bytes, all of which are half characters where the first one is cut off; and a prompt may hold
+    the sign that stands for such."""
+    bytewise = AutoTokenizer.from_pretrained(spaced(tmp_path, False))
+    for prompt, tokenizer in (("the 漢字漢", bytewise), ("漢" * 40, bytewise), ("hi 😀😀😀", bytewise), ("bad \ufffd", None), ("\ufffd" * 9, None)):
+        runtime = spelling("字 quick", prompt=prompt, tokenizer=tokenizer)
+        out = runtime.generate(prompt)
+        assert out.text.strip() == "字 quick", prompt
+        assert tokenizer is not None or runtime.generate(prompt, stop=["\ufffd", "k"]).text == "字 quic"
+        assert "".join(c.text for c in runtime.stream(prompt)) == out.text == runtime.generate(prompt).text
+
+
+def test_a_stream_says_what_its_text_says_where_bytes_are_no_character(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(spaced(tmp_path, False))
+    runtime = spelling("quick", tokenizer=tokenizer)
+    prompt, new = tokenizer("the 漢")["input_ids"], [tokenizer.convert_tokens_to_ids("<0xE5>"), *tokenizer("quick")["input_ids"][1:]]
+    running = RunningText(runtime._text, prompt)
+    pieces = [running.add([token]) for token in new]
+    assert pieces[-1] == runtime._text(new, prompt) and pieces[-1].count("\ufffd") == 1
+
+
+def test_who_failed_in_another_s_step_is_told(monkeypatch):
+    """Also where all had ended before anybody looked again."""
+    runtime = spelling("hello")
+
+    def stepped(seqs):
+        seqs[0].finish_reason, seqs[0].failure = "failed", RuntimeError("told to")
+
+    monkeypatch.setattr(runtime.engine, "advance", stepped)
+    with pytest.raises(RuntimeError, match="told to"):
+        runtime.generate("x")
 
 
 def test_half_a_character_at_the_limit_is_shown_at_the_end():

@@ -2,7 +2,9 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from contracts import plain, recompute, request, run
@@ -263,6 +265,21 @@ def test_a_drafter_of_ones_own_that_is_wrong_is_named(made, why):
     while seq.finish_reason is None:
         engine.step()
     assert seq.generated == plain(ToyModel(20, 1), [request([1, 2, 3], max_tokens=9)])[0]
+
+
+def test_guesses_may_be_numpy_s_numbers():
+    (whole,) = plain(ToyModel(20, 1), [request([1, 2, 3])])
+    oracle = Oracle(whole)
+    engine = Engine(ToyModel(20, 1), {"oracle": oracle}, fixed(ALONE), 1)
+    extend = oracle.extend
+
+    def guess(seqs, draft, *how, **more):
+        made = extend(seqs, draft, *how, **more)
+        return replace(made, token=[np.int64(t) for t in made.token])
+
+    oracle.extend = guess
+    (seq,) = run(engine, [request([1, 2, 3])])
+    assert seq.generated == whole and len(seq.records) < len(whole)
 
 
 def test_a_drafter_that_leaves_something_behind_is_named():

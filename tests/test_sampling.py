@@ -34,7 +34,19 @@ def test_among_tokens_that_are_wanted_by_all_means_the_likelier_stays_so(size):
         torch.testing.assert_close(found[[3, 9]], logits[[3, 9]].double().softmax(0), atol=1e-6, rtol=1e-4)
         assert found.sum() == pytest.approx(1.0) and found.count_nonzero() == 2
         none = at_root(logits, sequence([7], temperature=1.0, logit_bias=tuple((t, -size) for t in range(VOCAB))))
-        torch.testing.assert_close(none, logits.log_softmax(0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(none.float(), logits.log_softmax(0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e6, 1e9])
+def test_what_is_wanted_by_all_means_and_may_not_come_yet_takes_nothing_from_the_others(size):
+    """`min_tokens` holds an end that a bias favours, and penalties see logits where they are."""
+    logits = random_logits(1, 5, torch.float32)[0]
+    held, free = (at_root(logits, sequence([7], temperature=1.0, min_tokens=5, logit_bias=bias)).double().exp() for bias in (((3, size),), ()))
+    torch.testing.assert_close(held, free, atol=1e-5, rtol=1e-4)
+    wanted = at_root(logits, sequence([9, 9], temperature=1.0, repetition_penalty=1.3, logit_bias=((8, size), (9, size)))).double().exp()
+    assert float(wanted[8]) == pytest.approx(1.0), "what was there is worth 1.3 times less, however much it is wanted"
+    seen = at_root(logits, sequence([9, 11], temperature=1.0, presence_penalty=-size)).double().exp()
+    torch.testing.assert_close(seen[[9, 11]] / seen[[9, 11]].sum(), logits[[9, 11]].double().softmax(0), atol=1e-6, rtol=1e-4)
 
 
 def named(settings: dict) -> str:

@@ -3,6 +3,7 @@ verified. The interpreter and generated code use the same pieces."""
 
 from collections.abc import Set
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from outrider.compiler.step import Done, Now, Parts, accept
@@ -179,7 +180,7 @@ def _look_at(made: Any, draft: Draft, name: str, most: int, vocab: int) -> None:
             f"drafter '{name}' guessed {len(guessed)} tokens", f"it was asked for {most} at most", "`width` below a place, `levels` down"
         )
     for token in guessed:
-        if not isinstance(token, int) or not 0 <= token < vocab:
+        if not isinstance(token, Integral) or not 0 <= int(token) < vocab:
             raise OutriderError(f"drafter '{name}' guessed token {token!r}", f"the target's ids are 0..{vocab - 1}", "ids of the target's tokenizer")
 
 

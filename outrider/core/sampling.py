@@ -21,7 +21,7 @@ from outrider.core.types import Draft, Ints, Places, SamplingParams, Scores, Seq
 HOST = ("cpu",)  # devices whose logits lie in this memory
 FEW = 6  # places whose logits are brought over from another: that is one wait, the vectorised rules wait at every question
 READ = torch.bfloat16, torch.float32, torch.float64  # what machine code reads as it lies
-SWALLOWING = 1e3  # of a bias: beside it float32 would lose what a token's own logit says
+SWALLOWING = 1e3  # of a bias or a penalty: beside it float32 would lose what a token's own logit says
 BARS = (-8.0, -inf)  # how far behind the largest logit those lie that are sorted, if the ones before are not enough
 
 
@@ -106,7 +106,7 @@ class Settings:
 
 def process(logits: Tensor, places: Places, draft: Draft, settings: Settings) -> Tensor:
     """Bias, penalties and min_tokens. logits [places, V] -> the same, float32 or wider."""
-    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = logits.double() if logits.dtype == torch.float64 or any(map(_swallows, settings.params)) else logits.float()
     rows = tree.row_of(places, draft)
     if any(p.logit_bias for p in settings.params):
         x = x + _bias(x, rows, settings)
@@ -122,8 +122,11 @@ def _bias(x: Tensor, rows: Ints, settings: Settings) -> Tensor:
     for i, row in enumerate(rows.tolist()):
         for token, value in settings.params[row].logit_bias:
             bias[i, token] += value
-    largest = bias.amax(-1, keepdim=True)
-    return torch.where(largest.abs() > SWALLOWING, bias - largest, bias)
+    return bias
+
+
+def _swallows(p: SamplingParams) -> bool:
+    return any(abs(value) > SWALLOWING for value in (p.presence_penalty, p.frequency_penalty, *[bias for _, bias in p.logit_bias]))
 
 
 def _penalise(x: Tensor, places: Places, rows: Ints, draft: Draft, settings: Settings) -> Tensor:

@@ -89,7 +89,7 @@ class Runtime:
         with self.turns:
             self._forget()
             seq = self.engine.submit(request)
-        told, sent, running = 0, "", RunningText(self._text, request.prompt[-BEFORE:])
+        told, sent, running = 0, "", RunningText(self._text, self._last(request.prompt))
         try:
             while True:
                 with self.turns:
@@ -119,6 +119,9 @@ class Runtime:
                     self.engine.advance(seqs)
         finally:
             self._leave(seqs)
+        for seq in seqs:
+            if seq.failure is not None:  # in another's step, since this one looked
+                raise seq.failure
         return [self._result(s) for s in seqs]
 
     def _leave(self, seqs: list[Sequence]) -> None:
@@ -222,7 +225,7 @@ class Runtime:
             id=f"request-{next(self._numbers)}", prompt=tuple(prompt), sampling=s, drafters=drafters, limits=most, ends=frozenset(ends),
             seed=s.seed if s.seed is not None else int.from_bytes(os.urandom(7), "big"),
             rule=rule,
-            cut=self._cutter(s.stop, prompt[-BEFORE:]) if s.stop else None,
+            cut=self._cutter(s.stop, self._last(prompt)) if s.stop else None,
         )  # fmt: skip
 
     def _speculation(self, wish: Speculation, knobs: dict[str, Any]) -> tuple[frozenset[str] | None, Limits]:
@@ -278,12 +281,19 @@ class Runtime:
         text: str = self.tokenizer.decode([*first, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not first:
             return text
-        known = self._text(first).rstrip(HALF)
-        return text[len(known) :] if text.startswith(known) else self._text(tokens)
+        return _behind(self._text(first), text, lambda: self._text(tokens))
+
+    def _last(self, prompt: Iterable[int]) -> list[int]:
+        """The prompt's last tokens, behind which what follows is decoded: they begin with a whole character. Bytes of some tokenizers are all half ones
+        where the first of them is."""
+        known, count = list(prompt), BEFORE
+        while count < len(known) and self._text(known[-count:]).startswith(HALF):
+            count *= 2
+        return known[-count:]
 
     def _decode(self, seq: Sequence) -> str:
         """The generated text, ending before a stop string that ended it."""
-        before = seq.request.prompt[-BEFORE:]
+        before = self._last(seq.request.prompt)
         text = self._text(seq.generated, before)
         if seq.finish_reason == "stop":
             text = text[: _ended(text, self._text(seq.generated[:-1], before), seq.request.sampling.stop)]
@@ -323,14 +333,22 @@ class RunningText:
         known, longer = self.decode(self.tokens[self.start : self.settled]), self.decode(self.tokens[self.start :])
         if longer.endswith(HALF):
             return self.text
-        self.text += longer[len(known.rstrip(HALF)) :]
+        self.text += _behind(known, longer, lambda: self.decode(self.tokens[self.settled :]))
         self.start, self.settled = self.settled, len(self.tokens)
         return self.text
 
 
+def _behind(known: str, text: str, alone: Callable[[], str]) -> str:
+    """What `text` has behind `known`, half a character at whose end may be a whole one there; `alone` says it where that begins otherwise."""
+    for begun in (known, known.rstrip(HALF)):
+        if text.startswith(begun):
+            return text[len(begun) :]
+    return alone()
+
+
 def _ended(text: str, before: str, stops: tuple[str, ...]) -> int | None:
     """Where the first stop string begins that ends after `before`, of which `text` is a continuation; None without one."""
-    settled = len(before.rstrip(HALF))
+    settled = len(before if text.startswith(before) else before.rstrip(HALF))
     at = [i for stop in stops if (i := text.find(stop, max(0, settled - len(stop) + 1))) >= 0]
     return min(at, default=None)
 
