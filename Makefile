@@ -30,7 +30,7 @@ test-gpu: $(VENV)/ready
 	$(PIP) install -q "nvidia-ml-py"
 	$(BIN)/python -m pytest -m gpu
 
-# Rewrites docs/results on this machine (about twenty minutes; tables of docs/performance.md and docs/scheduling.md).
+# Rewrites docs/results on this machine (about half an hour once `native` is made; tables of docs/performance.md and docs/scheduling.md).
 bench: $(VENV)/ready native
 	$(BIN)/outrider bench speed
 	$(BIN)/outrider bench widths

@@ -221,11 +221,14 @@ def test_a_stream_says_what_its_text_says_where_bytes_are_no_character(tmp_path)
 def test_who_failed_in_another_s_step_is_told(monkeypatch):
     """Also where all had ended before anybody looked again."""
     runtime = spelling("hello")
+    submit = runtime.engine.submit
 
-    def stepped(seqs):
-        seqs[0].finish_reason, seqs[0].failure = "failed", RuntimeError("told to")
+    def failed(request):
+        seq = submit(request)
+        seq.finish_reason, seq.failure = "failed", RuntimeError("told to")
+        return seq
 
-    monkeypatch.setattr(runtime.engine, "advance", stepped)
+    monkeypatch.setattr(runtime.engine, "submit", failed)
     with pytest.raises(RuntimeError, match="told to"):
         runtime.generate("x")
 

@@ -21,9 +21,7 @@ WEIGHED = ("depth:all", "depth:trimmed", QUEUED)  # reasons of drafts as long as
 FADED = 0.05  # weight of the latest step in what thinking takes
 LONG, SETTLED = 32, 8  # steps without a thought after which they are settled all the same; most of them that are asked how long steps take now
 MANY = 128  # looks after which a pair is new no longer, however little it drafted
-CHILLED = (
-    1.5  # times what thinking took that it leaves cold for the plain step behind it (by hand: 1.3 to 1.6 times, of steps of a sixth of a millisecond)
-)
+CHILLED = 1.5  # times what thinking took that it leaves cold for the plain step behind it (by hand: 0.9 to 1.7, steps of a sixth of a millisecond)
 THOUGHTS = 8  # steps with one that are settled together: what has just run runs several times faster
 
 
@@ -153,9 +151,7 @@ class Accounts:
 
     def _chilled(self, record: StepRecord) -> float:
         """Seconds that a plain step took longer for what was thought before it, where its own clock is believed: where looks pay."""
-        if not self.tables.past.pays:
-            return 0.0
-        return CHILLED * (max(_choosing(record) - self.quickest, 0.0) + (record.seconds.get("draft", 0.0) if record.levels else 0.0))
+        return CHILLED * self._thought(record) if self.tables.past.pays else 0.0
 
     def _plainly(self, page: Page, held: Held, overhead: float) -> tuple[float, float]:
         """Of a step in which nothing was verified: seconds that it is charged, and that plain decoding would have taken for it."""
@@ -181,10 +177,10 @@ class Accounts:
 
     def _overhead(self, record: StepRecord, drafting: float) -> float:
         """The same, and nothing is learned of it."""
-        thinking = max(_choosing(record) - self.quickest, 0.0)
-        if not record.levels:
-            return thinking
-        return thinking + record.seconds.get("draft", 0.0) + record.seconds.get("jit", 0.0) + drafting  # a plan's first code, too
+        return self._thought(record) + (record.seconds.get("jit", 0.0) + drafting if record.levels else 0.0)  # a plan's first code, too
+
+    def _thought(self, record: StepRecord) -> float:
+        return max(_choosing(record) - self.quickest, 0.0) + (record.seconds.get("draft", 0.0) if record.levels else 0.0)
 
 
 def _fewest(counts: tuple[int, ...]) -> int:

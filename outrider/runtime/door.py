@@ -112,16 +112,15 @@ class Runtime:
         with self.turns:
             self._forget()
             seqs = [self.engine.submit(r) for r in requests]
+        running = True
         try:
-            while any(s.finish_reason is None for s in seqs):
-                with self.turns:
+            while running:
+                with self.turns:  # who ended in another's step is asked how, too
                     self._forget()
                     self.engine.advance(seqs)
+                    running = any(s.finish_reason is None for s in seqs)
         finally:
             self._leave(seqs)
-        for seq in seqs:
-            if seq.failure is not None:  # in another's step, since this one looked
-                raise seq.failure
         return [self._result(s) for s in seqs]
 
     def _leave(self, seqs: list[Sequence]) -> None:
